@@ -1,0 +1,40 @@
+"""The resolved configuration of an engine: frozen, complete and checked."""
+
+from dataclasses import dataclass
+
+from vllm.config.cache import CacheConfig
+from vllm.config.device import DeviceConfig
+from vllm.config.load import LoadConfig
+from vllm.config.model import ModelConfig
+from vllm.config.observability import ObservabilityConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.config.structured_outputs import StructuredOutputsConfig
+
+__all__ = [
+    "CacheConfig",
+    "DeviceConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "ObservabilityConfig",
+    "SchedulerConfig",
+    "StructuredOutputsConfig",
+    "VllmConfig",
+]
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """All that the engine needs to know, joined."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    device_config: DeviceConfig
+    load_config: LoadConfig
+    structured_outputs_config: StructuredOutputsConfig
+    observability_config: ObservabilityConfig
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts that a request can have in one step."""
+        return 0

@@ -1,0 +1,87 @@
+"""What every attention backend offers."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step, as attention sees it.
+
+    Args:
+        query_start_loc: [num_reqs + 1] int32, device truth.
+        seq_lens: [num_reqs] int32, tokens in the cache after this step, device truth.
+        block_table: [num_reqs, max_blocks] int32.
+        slot_mapping: [num_tokens] int64, block id * block size + offset; -1 writes
+            nothing.
+        num_tokens: exact number of query tokens.
+        max_query_len: upper bound, host.
+        max_seq_len: upper bound, host.
+        block_size: tokens a block.
+        is_causal: False lets a query see every key of its request.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+    is_causal: bool = True
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the step."""
+        return self.seq_lens.shape[0]
+
+
+class AttentionBackend(ABC):
+    """Attention over a paged cache, for one device."""
+
+    name: str
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Return the shape of one layer's cache; keys first, values second."""
+
+    @staticmethod
+    @abstractmethod
+    def write_kv_cache(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store new keys and values in their slots.
+
+        Args:
+            key: [num_tokens, num_kv_heads, head_size], as value.
+            kv_cache: of the shape above, changed in place.
+            slot_mapping: [num_tokens] int64; -1 writes nothing.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def attend(
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Write softmax(scale * q k^T) v of every query token into `out`.
+
+        Each query token sees the keys of its own request up to its own position, whose
+        absolute value is `seq_lens - query_len + its place in the query`.
+
+        Args:
+            query: [num_tokens, num_heads, head_size].
+            out: of the query's shape and dtype.
+        """
