@@ -1,0 +1,111 @@
+"""Which logit rows exist: what was scheduled, and what the device verifies."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+
+class InexactLayoutError(RuntimeError):
+    """Host offsets were asked for in a step whose split only the device knows."""
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The two row layouts of one step (never one field for both).
+
+    The *scheduled* layout is known to the host when the step is scheduled: a request
+    that samples owns its scheduled drafts + bonus rows, any other owns none. It bounds
+    every buffer and grid. The *verified* layout is device truth: a request owns the
+    drafts that were admitted + bonus rows. The host knows the verified totals exactly,
+    and the split only if all drafts or none of them were admitted.
+
+    Args:
+        cu_num_logits_np: [num_reqs + 1] int32, scheduled, host.
+        cu_num_logits: [num_reqs + 1] int32, verified, device.
+        query_start_loc: [num_reqs + 1] int32, verified tokens, device.
+        num_scheduled_tokens_np: [num_reqs] int32, drafts included, host.
+        num_draft_tokens_per_req: [num_reqs] int32, scheduled drafts; None: no drafts.
+        num_bonus_tokens: rows of a sampling request beside its drafts.
+        draft_budget: drafts that are verified in this step, over all requests.
+    """
+
+    cu_num_logits_np: np.ndarray
+    cu_num_logits: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_scheduled_tokens_np: np.ndarray
+    num_draft_tokens_per_req: np.ndarray | None
+    num_bonus_tokens: int
+    draft_budget: int
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the step."""
+        return len(self.num_scheduled_tokens_np)
+
+    @property
+    def num_scheduled_drafts(self) -> int:
+        """Drafts that the scheduler gave the step."""
+        if self.num_draft_tokens_per_req is None:
+            return 0
+        return int(self.num_draft_tokens_per_req.sum())
+
+    @property
+    def num_trimmed_drafts(self) -> int:
+        """Scheduled drafts that are not verified."""
+        return self.num_scheduled_drafts - self.draft_budget
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the target computes, exactly."""
+        return int(self.num_scheduled_tokens_np.sum()) - self.num_trimmed_drafts
+
+    @property
+    def num_logits(self) -> int:
+        """Logit rows that exist, exactly."""
+        return self.max_num_logits - self.num_trimmed_drafts
+
+    @property
+    def max_num_logits(self) -> int:
+        """Rows of the scheduled layout: the bound of buffers and grids."""
+        return int(self.cu_num_logits_np[-1])
+
+    @property
+    def is_exact_on_host(self) -> bool:
+        """Whether the host knows the verified split."""
+        return self.draft_budget in (0, self.num_scheduled_drafts)
+
+    @property
+    def has_one_row_per_req(self) -> bool:
+        """Whether row i is request i's only row."""
+        return bool(
+            self.num_logits == self.num_reqs
+            and self.is_exact_on_host
+            and np.all(np.diff(self.verified_cu_num_logits_np) == 1)
+        )
+
+    @cached_property
+    def verified_cu_num_logits_np(self) -> np.ndarray:
+        """[num_reqs + 1] int32: the verified layout, on the host.
+
+        Raises:
+            InexactLayoutError: only the device knows it in this step.
+        """
+        if not self.is_exact_on_host:
+            raise InexactLayoutError(
+                f"{self.draft_budget} of {self.num_scheduled_drafts} drafts are "
+                "verified: the split is device truth, use cu_num_logits"
+            )
+        if self.num_trimmed_drafts == 0:
+            return self.cu_num_logits_np
+        num_rows = np.diff(self.cu_num_logits_np)
+        bonus_rows = np.minimum(num_rows, self.num_bonus_tokens)
+        return prefix_sum(bonus_rows)
+
+
+def prefix_sum(counts: np.ndarray) -> np.ndarray:
+    """Return [n + 1] int32 prefix sums of [n] counts, starting at 0."""
+    sums = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums

@@ -1,0 +1,96 @@
+"""Arrays that the host writes and the device reads, without a wait on either side."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class UvaBackedTensor:
+    """A host array and its device copy; on a CPU both are the same memory.
+
+    Args:
+        shape: of both.
+        dtype: of both.
+        device: where the device copy lives.
+    """
+
+    def __init__(
+        self, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        on_cpu = device.type == "cpu"
+        host = torch.zeros(shape, dtype=dtype, pin_memory=not on_cpu)
+        self.host = host
+        self.np: np.ndarray = host.numpy()
+        self.gpu = host if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+
+    def copy_to_device(self, num_rows: int | None = None) -> torch.Tensor:
+        """Make the first `num_rows` rows visible to the device and return them.
+
+        NOTE: the host array must not be written again before the copy has run; the
+        runner does so by ending each step with the wait for its results.
+        """
+        target = self.gpu if num_rows is None else self.gpu[:num_rows]
+        if self.gpu is not self.host:
+            source = self.host if num_rows is None else self.host[:num_rows]
+            target.copy_(source, non_blocking=True)
+        return target
+
+
+class StagedWriteTensor:
+    """A device array that the host changes in small pieces, all sent at once.
+
+    On a CPU a piece is written at once: no step is running meanwhile.
+
+    Args:
+        shape: of the array; the first dimension is the row.
+        dtype: of the array.
+        device: where it lives.
+    """
+
+    def __init__(
+        self, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.gpu = torch.zeros(shape, dtype=dtype, device=device)
+        self._row_size = self.gpu[0].numel()
+        self._on_cpu = device.type == "cpu"
+        self._np = self.gpu.view(-1).numpy() if self._on_cpu else None
+        self._indices: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+
+    def stage_write(self, row: int, start: int, values: Sequence[int] | int) -> None:
+        """Write `values` into row `row` from column `start` at the next apply."""
+        data = np.atleast_1d(np.asarray(values))
+        assert start + len(data) <= self._row_size, "a staged write leaves its row"
+        first = row * self._row_size + start
+        if self._np is not None:
+            self._np[first : first + len(data)] = data
+            return
+        self._indices.append(np.arange(first, first + len(data), dtype=np.int64))
+        self._values.append(data)
+
+    def apply_write(self) -> None:
+        """Send what was staged; later pieces win over earlier ones at the same place."""
+        if not self._indices:
+            return
+        indices = np.concatenate(self._indices)[::-1]
+        values = np.concatenate(self._values)[::-1]
+        # A scatter with repeated indices has no order on a device: keep the last one.
+        indices, kept = np.unique(indices, return_index=True)
+        index = torch.from_numpy(indices).pin_memory()
+        value = torch.from_numpy(values[kept].copy()).to(self.gpu.dtype).pin_memory()
+        device = self.gpu.device
+        self.gpu.view(-1).index_put_(
+            (index.to(device, non_blocking=True),),
+            value.to(device, non_blocking=True),
+        )
+        self._indices.clear()
+        self._values.clear()
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return `array` on the device; on a CPU a view, elsewhere an unwaited copy."""
+    host = torch.from_numpy(array)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

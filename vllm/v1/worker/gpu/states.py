@@ -1,0 +1,82 @@
+"""Persistent rows of the requests: tokens and lengths, on the device."""
+
+import numpy as np
+import torch
+
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
+
+
+class RequestState:
+    """Rows that never move: a request takes one when it starts and keeps it.
+
+    Args:
+        max_num_reqs: rows.
+        max_model_len: tokens of a row.
+        device: where the arrays live.
+    """
+
+    def __init__(
+        self, max_num_reqs: int, max_model_len: int, device: torch.device
+    ) -> None:
+        self.max_num_reqs = max_num_reqs
+        self.req_id_to_index: dict[str, int] = {}
+        self._free_indices = list(range(max_num_reqs - 1, -1, -1))
+
+        # Prompt, then sampled tokens; written by the host at the start and by the
+        # device after each step.
+        self.all_token_ids = StagedWriteTensor(
+            (max_num_reqs, max_model_len), torch.int32, device
+        )
+        # Known tokens: device truth. The next sampled token goes to this position.
+        self.total_len = StagedWriteTensor(max_num_reqs, torch.int32, device)
+        # Tokens whose KV is in the cache: device truth.
+        self.num_computed_tokens = StagedWriteTensor(max_num_reqs, torch.int32, device)
+        # Tokens that were known when the row was filled; a step that reaches the last
+        # of them samples.
+        self.prefill_len = UvaBackedTensor(max_num_reqs, torch.int32, device)
+        self.prompt_len = UvaBackedTensor(max_num_reqs, torch.int32, device)
+
+    @property
+    def num_reqs(self) -> int:
+        """Rows in use."""
+        return len(self.req_id_to_index)
+
+    def add_request(
+        self,
+        req_id: str,
+        prompt_len: int,
+        prefill_token_ids: list[int],
+        num_computed_tokens: int,
+    ) -> int:
+        """Give a request a row and fill it.
+
+        Returns:
+            req_state_idx: the row.
+        """
+        assert req_id not in self.req_id_to_index, f"{req_id} has a row already"
+        assert self._free_indices, "more requests than rows"
+        req_state_idx = self._free_indices.pop()
+        self.req_id_to_index[req_id] = req_state_idx
+        self.all_token_ids.stage_write(
+            req_state_idx, 0, np.asarray(prefill_token_ids, dtype=np.int32)
+        )
+        self.total_len.stage_write(req_state_idx, 0, len(prefill_token_ids))
+        self.num_computed_tokens.stage_write(req_state_idx, 0, num_computed_tokens)
+        self.prefill_len.np[req_state_idx] = len(prefill_token_ids)
+        self.prompt_len.np[req_state_idx] = prompt_len
+        return req_state_idx
+
+    def remove_request(self, req_id: str) -> int | None:
+        """Free the request's row and return it; None if it has none."""
+        req_state_idx = self.req_id_to_index.pop(req_id, None)
+        if req_state_idx is not None:
+            self._free_indices.append(req_state_idx)
+        return req_state_idx
+
+    def apply_staged_writes(self) -> None:
+        """Make what was added visible to the device."""
+        self.all_token_ids.apply_write()
+        self.total_len.apply_write()
+        self.num_computed_tokens.apply_write()
+        self.prefill_len.copy_to_device()
+        self.prompt_len.copy_to_device()
