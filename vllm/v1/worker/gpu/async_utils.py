@@ -1,0 +1,82 @@
+"""The one place that waits for the device: a step's results on their way to the host."""
+
+import numpy as np
+import torch
+
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput, SamplerOutput
+
+
+class AsyncOutput:
+    """Starts the copies of a step's results, and waits for them when asked.
+
+    Args:
+        req_ids: the requests of the step, in batch order.
+        sampler_output: on the device.
+        prompt_logprobs: finished prompts' log-probabilities, on the device.
+        copy_stream: for the copies; None on a CPU, where a copy is a view.
+    """
+
+    def __init__(
+        self,
+        req_ids: list[str],
+        sampler_output: SamplerOutput,
+        prompt_logprobs: dict[str, LogprobsTensors],
+        copy_stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
+        self._req_ids = req_ids
+        # The device tensors must outlive the copies that read them.
+        self._sampler_output = sampler_output
+        self._prompt_logprobs = prompt_logprobs
+        self._event: torch.cuda.Event | None = None
+        if copy_stream is None:
+            self._start_copies()
+            return
+        copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copy_stream):
+            self._start_copies()
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(copy_stream)
+
+    def _start_copies(self) -> None:
+        output = self._sampler_output
+        self._sampled = output.sampled_token_ids.to("cpu", non_blocking=True)
+        self._num_sampled = output.num_sampled.to("cpu", non_blocking=True)
+        self._num_nans = (
+            None
+            if output.num_nans is None
+            else output.num_nans.to("cpu", non_blocking=True)
+        )
+        self._logprobs = (
+            None
+            if output.logprobs_tensors is None
+            else output.logprobs_tensors.to_cpu_nonblocking()
+        )
+        self._host_prompt_logprobs = {
+            req_id: tensors.to_cpu_nonblocking()
+            for req_id, tensors in self._prompt_logprobs.items()
+        }
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the copies and return the step's result."""
+        if self._event is not None:
+            self._event.synchronize()
+        num_sampled = self._num_sampled.tolist()
+        sampled = [
+            row[:count]
+            for row, count in zip(self._sampled.tolist(), num_sampled, strict=True)
+        ]
+        num_nans = np.zeros(0) if self._num_nans is None else self._num_nans.numpy()
+        return ModelRunnerOutput(
+            req_ids=self._req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(self._req_ids)},
+            sampled_token_ids=sampled,
+            logprobs=None if self._logprobs is None else self._logprobs.tolists(),
+            prompt_logprobs_dict={
+                req_id: tensors.tolists()
+                for req_id, tensors in self._host_prompt_logprobs.items()
+            },
+            num_nans_in_logits={
+                self._req_ids[batch_idx]: int(num_nans[batch_idx])
+                for batch_idx in np.flatnonzero(num_nans)
+            },
+        )

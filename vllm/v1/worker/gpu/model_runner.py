@@ -1,0 +1,312 @@
+"""The step: rows in, one forward pass, samples out."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.model_executor.model_loader import load_model
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+)
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.attn_utils import (
+    allocate_kv_caches,
+    build_attn_metadata,
+    group_kv_cache_specs,
+)
+from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
+from vllm.v1.worker.gpu.block_table import BlockTable
+from vllm.v1.worker.gpu.buffer_utils import to_device
+from vllm.v1.worker.gpu.input_batch import (
+    InputBatch,
+    expand_logit_rows,
+    gather_inputs,
+    post_update,
+)
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobs
+from vllm.v1.worker.gpu.sample.sampler import Sampler, SamplingRows
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+
+@dataclass(frozen=True)
+class _ExecutedStep:
+    """What `execute_model` leaves for `sample_tokens`."""
+
+    batch: InputBatch
+    hidden_states: torch.Tensor
+
+
+class GPUModelRunner:
+    """Runs a model over persistent request rows, on any device.
+
+    Args:
+        vllm_config: of the engine.
+        device: where the model and the rows live.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.vllm_config = vllm_config
+        self.device = device
+        model_config = vllm_config.model_config
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        num_bonus = DefaultModelState().num_new_sampled_tokens_per_step
+        rows_per_req = vllm_config.num_speculative_tokens + num_bonus
+
+        self.num_bonus_tokens = num_bonus
+        self.vocab_size = model_config.vocab_size
+        self.req_states = RequestState(
+            max_num_reqs, model_config.max_model_len, device
+        )
+        self.sampler = Sampler(
+            max_num_reqs,
+            self.vocab_size,
+            device,
+            model_config.logprobs_mode,
+            seed=model_config.seed,
+        )
+        self.prompt_logprobs = PromptLogprobs(
+            max_num_reqs, self.vocab_size, device, model_config.logprobs_mode
+        )
+        self.structured_outputs = StructuredOutputsWorker(
+            max_num_reqs * rows_per_req,
+            self.vocab_size,
+            device,
+            mask_stride=rows_per_req,
+            num_bonus_tokens=num_bonus,
+        )
+        self.block_table = BlockTable(
+            max_num_reqs,
+            model_config.max_model_len,
+            vllm_config.cache_config.block_size,
+            device,
+        )
+        self.kv_caches: dict[str, torch.Tensor] = {}
+        self._copy_stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._executed: _ExecutedStep | None = None
+
+    def load_model(self) -> None:
+        """Build the model and read its weights."""
+        self.model = load_model(self.vllm_config, self.device)
+
+    def get_kv_cache_groups(self) -> tuple[KVCacheGroupSpec, ...]:
+        """Return the layers that need a cache, grouped by block table."""
+        block_size = self.vllm_config.cache_config.block_size
+        return group_kv_cache_specs(self.model.get_kv_cache_specs(block_size))
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the paged cache."""
+        dtype = config.kv_cache_groups[0].kv_cache_spec.dtype
+        backend = get_attn_backend(self.device, dtype)
+        self.kv_caches = allocate_kv_caches(config, backend, self.device)
+
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        """Run the largest step without attention, for the peak of its memory."""
+        scheduler_config = self.vllm_config.scheduler_config
+        num_tokens = scheduler_config.max_num_batched_tokens
+        input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        hidden_states = self._forward(input_ids, input_ids, None)
+        self.model.compute_logits(hidden_states[: scheduler_config.max_num_seqs])
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Update the rows and run the forward pass of a step.
+
+        `sample_tokens` must follow, even if nothing was scheduled.
+        """
+        assert self._executed is None, "the last step has not been sampled"
+        self._update_rows(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return
+        batch = self._prepare_inputs(scheduler_output)
+        hidden_states = self._forward(batch.input_ids, batch.positions, batch)
+        self._executed = _ExecutedStep(batch, hidden_states)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Sample the step that `execute_model` ran and advance the rows."""
+        if self._executed is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch, hidden_states = self._executed.batch, self._executed.hidden_states
+        self._executed = None
+        sampler_output = self._sample(batch, hidden_states, grammar_output)
+        prompt_logprobs = self._compute_prompt_logprobs(batch, hidden_states)
+        output = AsyncOutput(
+            batch.req_ids, sampler_output, prompt_logprobs, self._copy_stream
+        )
+        self._advance_rows(batch, sampler_output)
+        return output.get_output()
+
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        for req_id in (
+            scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
+        ):
+            self._remove_request(req_id)
+        for request in scheduler_output.scheduled_new_reqs:
+            self._add_request(request)
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None:
+                req_state_idx = self.req_states.req_id_to_index[req_id]
+                self.block_table.append_block_ids(req_state_idx, block_ids[0])
+        self.req_states.apply_staged_writes()
+        self.block_table.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+
+    def _add_request(self, request: NewRequestData) -> None:
+        req_state_idx = self.req_states.add_request(
+            request.req_id,
+            len(request.prompt_token_ids),
+            request.prefill_token_ids,
+            request.num_computed_tokens,
+        )
+        self.block_table.set_block_ids(req_state_idx, request.block_ids[0])
+        self.sampler.add_request(
+            req_state_idx,
+            request.req_id,
+            request.sampling_params,
+            request.prompt_token_ids,
+            request.prefill_token_ids,
+        )
+        self.prompt_logprobs.add_request(
+            req_state_idx,
+            request.req_id,
+            request.sampling_params,
+            request.prompt_token_ids,
+        )
+
+    def _remove_request(self, req_id: str) -> None:
+        req_state_idx = self.req_states.remove_request(req_id)
+        if req_state_idx is not None:
+            self.sampler.remove_request(req_state_idx)
+            self.prompt_logprobs.remove_request(req_state_idx)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        # Verification rows first, then decodes, then prefills.
+        req_ids = sorted(
+            num_scheduled, key=lambda req_id: (req_id not in drafts, num_scheduled[req_id])
+        )
+        states = self.req_states
+        idx_mapping_np = np.array(
+            [states.req_id_to_index[req_id] for req_id in req_ids], dtype=np.int32
+        )
+        num_scheduled_np = np.array(
+            [num_scheduled[req_id] for req_id in req_ids], dtype=np.int32
+        )
+        num_computed_np = self._num_computed_tokens(scheduler_output, req_ids)
+        layout = self._build_layout(
+            num_scheduled_np, num_computed_np, idx_mapping_np
+        )
+        idx_mapping = to_device(idx_mapping_np, self.device)
+        input_ids, positions, seq_lens = gather_inputs(
+            states.all_token_ids.gpu,
+            states.num_computed_tokens.gpu,
+            idx_mapping,
+            layout.query_start_loc,
+            layout.num_tokens,
+        )
+        logit_rows = expand_logit_rows(layout, idx_mapping, positions)
+        return InputBatch(
+            req_ids,
+            idx_mapping_np,
+            idx_mapping,
+            layout,
+            input_ids,
+            positions,
+            seq_lens,
+            int((num_computed_np + num_scheduled_np).max()),
+            num_computed_np,
+            *logit_rows,
+        )
+
+    def _num_computed_tokens(
+        self, scheduler_output: SchedulerOutput, req_ids: list[str]
+    ) -> np.ndarray:
+        cached = scheduler_output.scheduled_cached_reqs
+        num_computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request in scheduler_output.scheduled_new_reqs:
+            num_computed[request.req_id] = request.num_computed_tokens
+        return np.array([num_computed[req_id] for req_id in req_ids], dtype=np.int32)
+
+    def _build_layout(
+        self,
+        num_scheduled_np: np.ndarray,
+        num_computed_np: np.ndarray,
+        idx_mapping_np: np.ndarray,
+    ) -> BatchLayout:
+        # A chunk that ends before the last known token samples nothing.
+        prefill_len = self.req_states.prefill_len.np[idx_mapping_np]
+        is_sampling = num_computed_np + num_scheduled_np >= prefill_len
+        cu_num_logits_np = prefix_sum(is_sampling * self.num_bonus_tokens)
+        return BatchLayout(
+            cu_num_logits_np=cu_num_logits_np,
+            cu_num_logits=to_device(cu_num_logits_np, self.device),
+            query_start_loc=to_device(prefix_sum(num_scheduled_np), self.device),
+            num_scheduled_tokens_np=num_scheduled_np,
+            num_draft_tokens_per_req=None,
+            num_bonus_tokens=self.num_bonus_tokens,
+            draft_budget=0,
+        )
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: InputBatch | None,
+    ) -> torch.Tensor:
+        metadata = None
+        if batch is not None:
+            metadata = build_attn_metadata(batch, self.block_table)
+        with set_forward_context(ForwardContext(metadata, self.kv_caches)):
+            return self.model(input_ids, positions)
+
+    def _sample(
+        self,
+        batch: InputBatch,
+        hidden_states: torch.Tensor,
+        grammar_output: GrammarOutput | None,
+    ) -> SamplerOutput:
+        logits = self.model.compute_logits(hidden_states[batch.logits_indices])
+
+        def apply_grammar(masked_logits: torch.Tensor) -> None:
+            if grammar_output is not None:
+                self.structured_outputs.apply_grammar_bitmask(
+                    masked_logits, batch.layout, batch.req_ids, grammar_output
+                )
+
+        return self.sampler(
+            logits, SamplingRows.from_batch(batch), apply_grammar
+        )
+
+    def _compute_prompt_logprobs(
+        self, batch: InputBatch, hidden_states: torch.Tensor
+    ) -> dict[str, LogprobsTensors]:
+        return self.prompt_logprobs.collect(
+            batch, hidden_states, self.model.compute_logits
+        )
+
+    def _advance_rows(self, batch: InputBatch, sampler_output: SamplerOutput) -> None:
+        states = self.req_states
+        post_update(
+            sampler_output.sampled_token_ids,
+            sampler_output.num_sampled,
+            batch.layout,
+            batch.idx_mapping,
+            states.all_token_ids.gpu,
+            states.total_len.gpu,
+            states.num_computed_tokens.gpu,
+        )
+        self.sampler.post_update(batch.idx_mapping, sampler_output)
