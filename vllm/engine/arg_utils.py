@@ -1,0 +1,400 @@
+"""From flags and keyword arguments to the engine's configuration, resolved once."""
+
+import argparse
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from vllm import envs
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    LoadConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    SchedulerConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+)
+from vllm.config.load import LOAD_FORMATS
+from vllm.config.model import LOGPROBS_MODES
+from vllm.config.scheduler import SCHEDULING_POLICIES
+from vllm.config.structured_outputs import STRUCTURED_OUTPUTS_BACKENDS
+from vllm.engine.flags import BLOCK_SIZES, DEVICES, DTYPES, add_engine_flags
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.transformers_utils.config import HfConfig
+from vllm.utils.suggestions import did_you_mean
+
+logger = init_logger(__name__)
+
+# generation_config.json's word -> the sampling parameter's.
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+# Steps of this many tokens take about a second on a few CPU cores, and keep them busy.
+_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+_DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
+_MAX_SEED = 2**63 - 1
+
+
+@dataclass
+class EngineArgs:
+    """Everything that a user can set about an engine; None means "decide for me".
+
+    `vllm serve --help=all` says what each is for: the flag of a field is its name with
+    dashes.
+
+    Raises:
+        VLLMValidationError: a value is of the wrong type or outside its bounds.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    served_model_name: str | list[str] | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    chat_template: str | None = None
+    load_format: str = "auto"
+    use_tqdm_on_load: bool = True
+    device: str = "auto"
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    structured_outputs_config: dict[str, Any] | None = None
+    disable_log_stats: bool = False
+    enable_log_requests: bool = False
+    enable_log_outputs: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("device", DEVICES),
+            ("load_format", LOAD_FORMATS),
+            ("logprobs_mode", LOGPROBS_MODES),
+            ("scheduling_policy", SCHEDULING_POLICIES),
+            ("block_size", BLOCK_SIZES),
+        ):
+            _check_choice(name, getattr(self, name), choices)
+        for name, minimum in (
+            ("max_model_len", 1),
+            ("max_logprobs", -1),
+            # The null block and one to use.
+            ("num_gpu_blocks_override", 2),
+            ("kv_cache_memory_bytes", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("seed", -_MAX_SEED - 1),
+        ):
+            _check_minimum(name, getattr(self, name), minimum)
+        if self.seed > _MAX_SEED:
+            raise _invalid("seed", "must fit 64 bits", self.seed)
+        share = self.gpu_memory_utilization
+        if not (math.isfinite(share) and 0.0 < share <= 1.0):
+            raise _invalid("gpu_memory_utilization", "must be in (0, 1]", share)
+        self._structured_outputs_config()
+        _check_override(self.override_generation_config or {})
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> Self:
+        """Build from keyword arguments.
+
+        Raises:
+            TypeError: there is no field of such a name; the closest one is named.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"unknown engine argument {name!r}{did_you_mean(name, known)}"
+                )
+        return cls(**kwargs)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the engine's flags to `parser`, and return it."""
+        add_engine_flags(parser, cls)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Build from parsed flags; those of other owners in `args` are left alone."""
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
+        return cls(**{name: getattr(args, name) for name in names})
+
+    def create_engine_config(self) -> VllmConfig:
+        """Look at the model and the device, and decide what was left open.
+
+        Raises:
+            VLLMValidationError: a value does not fit the model or the device.
+            CheckpointError: the model is not there, damaged or of an unknown kind.
+            UnsupportedError: this build cannot serve it.
+        """
+        self._check_environment()
+        if self.trust_remote_code:
+            logger.warning("trust_remote_code has no effect: a model's code never runs")
+        from vllm.platforms import detect_device
+
+        device = detect_device() if self.device == "auto" else self.device
+        model_config = self._model_config(device)
+        return VllmConfig(
+            model_config=model_config,
+            cache_config=self._cache_config(device),
+            scheduler_config=self._scheduler_config(device, model_config.max_model_len),
+            device_config=DeviceConfig(device=device),
+            load_config=LoadConfig(
+                load_format=self.load_format, use_tqdm_on_load=self.use_tqdm_on_load
+            ),
+            structured_outputs_config=self._structured_outputs_config(),
+            observability_config=ObservabilityConfig(
+                disable_log_stats=self.disable_log_stats,
+                enable_log_requests=self.enable_log_requests,
+                enable_log_outputs=self.enable_log_outputs,
+            ),
+        )
+
+    def _check_types(self) -> None:
+        allowed: dict[str, tuple[type, ...]] = {
+            "str": (str,),
+            "int": (int,),
+            "float": (int, float),
+            "bool": (bool,),
+            "str | None": (str, type(None)),
+            "int | None": (int, type(None)),
+            "str | list[str] | None": (str, list, tuple, type(None)),
+            "dict[str, Any] | None": (dict, type(None)),
+        }
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_plain = isinstance(field.type, type)
+            kind = field.type.__name__ if is_plain else str(field.type)
+            kind = kind.replace("typing.", "")
+            wrong_bool = isinstance(value, bool) and kind != "bool"
+            if wrong_bool or not isinstance(value, allowed[kind]):
+                raise _invalid(field.name, f"must be of type {kind}", value)
+
+    def _check_environment(self) -> None:
+        try:
+            envs.validate()
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from None
+        unknown = envs.unknown_variables()
+        if unknown:
+            logger.warning(
+                "Unknown environment variables, without effect: %s", ", ".join(unknown)
+            )
+
+    def _model_config(self, device: str) -> ModelConfig:
+        from vllm.platforms import default_dtype
+        from vllm.transformers_utils.config import (
+            load_generation_config,
+            load_hf_config,
+        )
+        from vllm.transformers_utils.model_files import resolve_model_path
+
+        path = resolve_model_path(self.model)
+        hf_config = load_hf_config(path)
+        generation_config = load_generation_config(path)
+        return ModelConfig(
+            model=path,
+            tokenizer=self._tokenizer_path(path),
+            served_model_name=self._served_names(),
+            hf_config=hf_config,
+            dtype=default_dtype(device, hf_config)
+            if self.dtype == "auto"
+            else self.dtype,
+            max_model_len=self._max_model_len(hf_config),
+            seed=self.seed,
+            trust_remote_code=self.trust_remote_code,
+            max_logprobs=self.max_logprobs,
+            logprobs_mode=self.logprobs_mode,
+            default_sampling_params=self._default_sampling_params(generation_config),
+            # The model's own stop tokens hold whatever the sampling defaults are.
+            generation_eos_token_ids=_eos_token_ids(generation_config),
+            chat_template=self._chat_template(),
+        )
+
+    def _tokenizer_path(self, model_path: str) -> str:
+        from vllm.transformers_utils.model_files import resolve_model_path
+
+        if self.tokenizer is None:
+            return model_path
+        if os.path.exists(self.tokenizer):
+            return self.tokenizer
+        return resolve_model_path(self.tokenizer)
+
+    def _served_names(self) -> tuple[str, ...]:
+        from vllm.transformers_utils.model_files import EMBEDDED_MODEL_NAME
+
+        names = self.served_model_name
+        if isinstance(names, str):
+            return (names,)
+        return tuple(names or ()) or (self.model or EMBEDDED_MODEL_NAME,)
+
+    def _max_model_len(self, hf_config: HfConfig) -> int:
+        limit = hf_config.max_position_embeddings
+        wanted = self.max_model_len
+        if wanted is None or wanted <= limit:
+            return wanted or limit
+        if envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN:
+            logger.warning(
+                "max_model_len %d is beyond the %d positions that the model was made "
+                "for: its text may be wrong there",
+                wanted,
+                limit,
+            )
+            return wanted
+        raise _invalid(
+            "max_model_len",
+            f"must be at most {limit}, the model's max_position_embeddings (set "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 to go beyond at your own risk)",
+            wanted,
+        )
+
+    def _default_sampling_params(self, of_model: dict[str, Any]) -> dict[str, Any]:
+        from vllm.sampling_params import SamplingParams
+        from vllm.transformers_utils.config import load_generation_config
+
+        if self.generation_config == "vllm":
+            of_model = {}
+        elif self.generation_config != "auto":
+            of_model = load_generation_config(self.generation_config)
+        merged = of_model | (self.override_generation_config or {})
+        defaults = {
+            name: merged[word]
+            for word, name in _GENERATION_FIELDS.items()
+            if merged.get(word) is not None
+        }
+        SamplingParams(**defaults)
+        return defaults
+
+    def _chat_template(self) -> str | None:
+        template = self.chat_template
+        if template is None or "{" in template or "\n" in template:
+            return template
+        try:
+            with open(template, encoding="utf-8") as file:
+                return file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+            raise _invalid(
+                "chat_template", f"must be a readable file or a template: {reason}", template
+            ) from None
+
+    def _cache_config(self, device: str) -> CacheConfig:
+        space_gib = envs.VLLM_CPU_KVCACHE_SPACE if device == "cpu" else 0
+        return CacheConfig(
+            block_size=self.block_size,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            cpu_kvcache_space_bytes=space_gib * 2**30 or None,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+    def _scheduler_config(self, device: str, max_model_len: int) -> SchedulerConfig:
+        max_num_seqs = self.max_num_seqs
+        max_tokens = self.max_num_batched_tokens
+        if max_tokens is None:
+            max_tokens = max(_DEFAULT_BATCHED_TOKENS[device], max_num_seqs or 0)
+            if not self.enable_chunked_prefill:
+                max_tokens = max(max_tokens, max_model_len)
+        if max_num_seqs is None:
+            max_num_seqs = min(_DEFAULT_SEQS[device], max_tokens)
+        if max_tokens < max_num_seqs:
+            raise _invalid(
+                "max_num_batched_tokens",
+                f"must be at least max_num_seqs ({max_num_seqs})",
+                max_tokens,
+            )
+        if not self.enable_chunked_prefill and max_tokens < max_model_len:
+            raise _invalid(
+                "max_num_batched_tokens",
+                f"must be at least max_model_len ({max_model_len}) without chunked "
+                "prefill",
+                max_tokens,
+            )
+        return SchedulerConfig(
+            max_num_batched_tokens=max_tokens,
+            max_num_seqs=max_num_seqs,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            policy=self.scheduling_policy,
+        )
+
+    def _structured_outputs_config(self) -> StructuredOutputsConfig:
+        values = self.structured_outputs_config or {}
+        defaults = asdict(StructuredOutputsConfig())
+        for key, value in values.items():
+            parameter = f"structured_outputs_config.{key}"
+            if key not in defaults:
+                raise VLLMValidationError(
+                    f"unknown key {parameter}{did_you_mean(key, defaults)}",
+                    parameter=parameter,
+                )
+            if key == "backend":
+                _check_choice(parameter, value, STRUCTURED_OUTPUTS_BACKENDS)
+            elif not isinstance(value, bool):
+                raise _invalid(parameter, "must be true or false", value)
+        return StructuredOutputsConfig(**values)
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same, by the name that callers of `AsyncLLM` use."""
+
+
+def _invalid(parameter: str, must: str, value: Any) -> VLLMValidationError:
+    return VLLMValidationError(
+        f"{parameter} {must}, got {value!r}", parameter=parameter, value=value
+    )
+
+
+def _check_choice(parameter: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        names = ", ".join(map(str, choices))
+        hint = did_you_mean(str(value), map(str, choices))
+        raise VLLMValidationError(
+            f"{parameter} must be one of {names}, got {value!r}{hint}",
+            parameter=parameter,
+            value=value,
+        )
+
+
+def _check_minimum(parameter: str, value: int | None, minimum: int) -> None:
+    if value is not None and value < minimum:
+        raise _invalid(parameter, f"must be at least {minimum}", value)
+
+
+def _check_override(override: dict[str, Any]) -> None:
+    for key in override:
+        if key not in _GENERATION_FIELDS:
+            parameter = f"override_generation_config.{key}"
+            raise VLLMValidationError(
+                f"unknown key {parameter}{did_you_mean(key, _GENERATION_FIELDS)}",
+                parameter=parameter,
+            )
+
+
+def _eos_token_ids(generation_config: dict[str, Any]) -> tuple[int, ...]:
+    ids = generation_config.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
