@@ -297,7 +297,9 @@ class EngineArgs:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "is not UTF-8 text"
             raise _invalid(
-                "chat_template", f"must be a readable file or a template: {reason}", template
+                "chat_template",
+                f"must be a readable file or a template: {reason}",
+                template,
             ) from None
 
     def _cache_config(self, device: str) -> CacheConfig:

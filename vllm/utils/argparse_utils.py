@@ -92,7 +92,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, with the configuration file and the dotted flags merged in."""
-        tokens = [_normalise(token) for token in (sys.argv[1:] if args is None else args)]
+        tokens = [
+            _normalise(token) for token in (sys.argv[1:] if args is None else args)
+        ]
         tokens, dotted = self._take_dotted(tokens)
         # Behind the others: a flag of many values must not take a positional argument.
         tokens += self._from_config_file(tokens)
@@ -143,7 +145,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def _json_flags(self) -> list[str]:
         return [
-            flag for flag, action in self._flags().items() if action.type is json_mapping
+            flag
+            for flag, action in self._flags().items()
+            if action.type is json_mapping
         ]
 
     def _dotted_as_flags(
@@ -237,9 +241,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         if not actions:
             titles = [str(group.title) for group in self._titled_groups()]
             known = [*titles, *(name.lstrip("-") for name in self._flags())]
-            self.error(
-                f"no group, flag or word {topic!r}{did_you_mean(topic, known)}"
-            )
+            self.error(f"no group, flag or word {topic!r}{did_you_mean(topic, known)}")
         formatter.add_arguments(actions)
         return formatter.format_help()
 
