@@ -146,7 +146,7 @@ def _add_cache_flags(group: _Group) -> None:
     group.add("--block-size", "tokens a block", type=int, choices=BLOCK_SIZES)
     group.add(
         "--gpu-memory-utilization",
-        "share of the device's memory for weights and cache; on CPU, of the free memory "
+        "share of the device's memory for weights and cache; on CPU, of what is free, "
         "for the cache",
         type=float,
         metavar="SHARE",

@@ -70,7 +70,7 @@ class LLM:
         priorities = list(priority) if priority is not None else [0] * len(prompt_list)
         if len(priorities) != len(prompt_list):
             raise VLLMValidationError(
-                f"priority has {len(priorities)} entries for {len(prompt_list)} prompts",
+                f"priority has {len(priorities)} entries, not {len(prompt_list)}",
                 parameter="priority",
             )
         request_ids: list[str] = []
@@ -126,7 +126,9 @@ class LLM:
         )
         tokenizer = self.get_tokenizer()
         model_config = self.llm_engine.vllm_config.model_config
-        template = chat_template or model_config.chat_template or tokenizer.chat_template
+        template = (
+            chat_template or model_config.chat_template or tokenizer.chat_template
+        )
         if template is None:
             raise VLLMValidationError(
                 "the model has no chat template: give one as chat_template",
@@ -210,9 +212,9 @@ class LLM:
                 finished[output.request_id] = output
                 if bar is None:
                     continue
-                num_input_tokens += len(output.prompt_token_ids or []) * num_answers.get(
-                    output.request_id, 1
-                )
+                num_input_tokens += len(
+                    output.prompt_token_ids or []
+                ) * num_answers.get(output.request_id, 1)
                 num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
                 _show_speed(bar, num_input_tokens, num_output_tokens)
         if bar is not None:

@@ -1,4 +1,4 @@
-"""A command-line parser with dotted JSON flags, a configuration file and help by topic."""
+"""A command-line parser with dotted JSON flags, a file of flags and help by topic."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ def human_int(text: str) -> int:
 
 
 def json_mapping(text: str) -> dict[str, Any]:
-    """Read a flag that holds a JSON object; its keys can also be set as dotted flags."""
+    """Read a JSON object; its keys can also be set as dotted flags."""
     try:
         value = json.loads(text)
     except ValueError as error:
