@@ -1,0 +1,429 @@
+"""From the logits of a step to its tokens: the effects in their order, and the draw."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from vllm import envs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
+from vllm.v1.worker.gpu.buffer_utils import to_device
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.allowed_token_ids import (
+    AllowedTokenIdsState,
+    apply_allowed_token_ids,
+)
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.min_p import apply_min_p
+from vllm.v1.worker.gpu.sample.min_tokens import MinTokensState, apply_min_tokens
+from vllm.v1.worker.gpu.sample.penalties import (
+    PenaltiesState,
+    apply_penalties,
+    count_sampled_tokens,
+)
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
+from vllm.v1.worker.gpu.sample.temperature import apply_temperature
+from vllm.v1.worker.gpu.sample.top_k_top_p import apply_top_k_top_p
+
+# Changes logits in place.
+Effect = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Which logit rows a step has, and what each of them may know of the past.
+
+    Args:
+        idx_mapping_np: [num_reqs] int32, batch_idx -> request state row, host.
+        expanded_idx_mapping: [num_logits] int32, logit row -> request state row.
+        expanded_local_pos: [num_logits] int32, place of the row within its request: how
+            many drafts of this step stand before it.
+        max_local_pos: upper bound of expanded_local_pos, host.
+        positions: [num_logits] int64, absolute position of the token to sample.
+        input_ids: [num_logits] int64, the token that the model read at the row; where
+            the local position is above 0, the draft just before the token to sample.
+        all_token_ids: [max_num_reqs, max_model_len] int32, the committed tokens.
+        layout: of the step's logit rows.
+    """
+
+    idx_mapping_np: np.ndarray
+    expanded_idx_mapping: torch.Tensor
+    expanded_local_pos: torch.Tensor
+    max_local_pos: int
+    positions: torch.Tensor
+    input_ids: torch.Tensor
+    all_token_ids: torch.Tensor
+    layout: BatchLayout
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the step, those without a row included."""
+        return len(self.idx_mapping_np)
+
+    @classmethod
+    def from_batch(
+        cls, batch: InputBatch, all_token_ids: torch.Tensor
+    ) -> "SamplingRows":
+        """Take the rows of a step.
+
+        Args:
+            batch: of the step.
+            all_token_ids: [max_num_reqs, max_model_len] int32, the committed tokens.
+        """
+        layout = batch.layout
+        max_num_rows = 1
+        if layout.draft_budget > 0:
+            max_num_rows = int(np.diff(layout.cu_num_logits_np).max(initial=1))
+        return cls(
+            batch.idx_mapping_np,
+            batch.expanded_idx_mapping,
+            batch.expanded_local_pos,
+            max_num_rows - 1,
+            batch.sample_positions,
+            batch.input_ids[batch.logits_indices],
+            all_token_ids,
+            layout,
+        )
+
+
+@dataclass(frozen=True)
+class _LogprobRows:
+    """The logit rows whose log-probabilities are wanted.
+
+    Args:
+        num_logprobs: candidates beside the sampled token, of the request with most.
+        logit_idx: [n] int64, the rows; None: all of them.
+        cu_num_rows: [num_reqs + 1] boundaries of the requests among these rows; None:
+            one row a request.
+    """
+
+    num_logprobs: int
+    logit_idx: torch.Tensor | None
+    cu_num_rows: list[int] | None
+
+    def select(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the wanted rows of `values` [num_logits, ...]."""
+        return values if self.logit_idx is None else values[self.logit_idx]
+
+
+class Sampler:
+    """Samples one token for each logit row of a step.
+
+    The effects work in this order: grammar mask, logit_bias, allowed_token_ids,
+    min_tokens, penalties, bad_words, temperature, min_p, top_k and top_p. An effect
+    that no request of the step uses is not run, and one that runs leaves the rows of
+    other requests as they are.
+
+    Args:
+        max_num_reqs: rows.
+        vocab_size: width of the logits.
+        device: where the model runs.
+        logprobs_mode: one of vllm.config.model.LOGPROBS_MODES. Raw modes show the
+            model's own distribution, before all effects; processed modes what the token
+            was drawn from.
+        seed: from which requests without a seed get theirs; None draws one.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs_mode: str = "raw_logprobs",
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self.is_raw_mode = logprobs_mode.startswith("raw_")
+        self.logits_mode = logprobs_mode.endswith("_logits")
+        self.states = SamplingStates(max_num_reqs, vocab_size, device, seed)
+        self.logit_bias = LogitBiasState(max_num_reqs, device)
+        self.allowed_token_ids = AllowedTokenIdsState(max_num_reqs, vocab_size, device)
+        self.min_tokens = MinTokensState(max_num_reqs, device)
+        self.penalties = PenaltiesState(max_num_reqs, vocab_size, device)
+        self.bad_words = BadWordsState(max_num_reqs, device)
+        self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        self._device = device
+
+    def add_request(
+        self,
+        req_state_idx: int,
+        req_id: str,
+        sampling_params: SamplingParams,
+        prompt_token_ids: list[int],
+        prefill_token_ids: list[int],
+    ) -> None:
+        """Fill the request's row.
+
+        Args:
+            prefill_token_ids: every token known so far; beyond the prompt if the
+                request was preempted.
+        """
+        prompt_len = len(prompt_token_ids)
+        self.states.add_request(req_state_idx, req_id, sampling_params)
+        self.logit_bias.add_request(req_state_idx, sampling_params)
+        self.allowed_token_ids.add_request(req_state_idx, sampling_params)
+        self.min_tokens.add_request(req_state_idx, sampling_params, prompt_len)
+        self.penalties.add_request(
+            req_state_idx, sampling_params, prompt_token_ids, prefill_token_ids
+        )
+        self.bad_words.add_request(req_state_idx, sampling_params, prompt_len)
+
+    def remove_request(self, req_state_idx: int) -> None:
+        """Empty the request's row."""
+        self.states.remove_request(req_state_idx)
+        self.logit_bias.remove_request(req_state_idx)
+        self.allowed_token_ids.remove_request(req_state_idx)
+        self.min_tokens.remove_request(req_state_idx)
+        self.penalties.remove_request(req_state_idx)
+        self.bad_words.remove_request(req_state_idx)
+
+    def apply_staged_writes(self) -> None:
+        """Make the changed rows visible to the device."""
+        self.states.apply_staged_writes()
+        self.logit_bias.apply_staged_writes()
+        self.allowed_token_ids.apply_staged_writes()
+        self.min_tokens.apply_staged_writes()
+        self.penalties.apply_staged_writes()
+        self.bad_words.apply_staged_writes()
+
+    def apply_sampling_params(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        apply_grammar: Effect | None = None,
+    ) -> torch.Tensor:
+        """Return a copy of the logits after every effect, ready for softmax and draw.
+
+        Args:
+            logits: [num_logits, vocab_size] float32; not changed.
+            rows: of the step; a request may own several.
+            apply_grammar: masks what the grammars forbid, in place; None: no grammar.
+        """
+        processed = logits.clone()
+        for effect in self._effects(rows, apply_grammar):
+            effect(processed)
+        return processed
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        apply_grammar: Effect | None = None,
+    ) -> SamplerOutput:
+        """Sample a token for each request that owns a row.
+
+        Args:
+            logits: [num_logits, vocab_size] float32, as the model gave them. They are
+                changed in place where nobody reads them afterwards.
+            rows: of the step; no request owns more than one.
+            apply_grammar: masks what the grammars forbid, in place; None: no grammar.
+
+        Returns:
+            One token a request, -1 where its row has nothing to choose from.
+        """
+        assert len(logits) <= rows.num_reqs, "a request owns several logit rows"
+        if len(logits) == 0:
+            return _no_samples(rows.num_reqs, self._device)
+        num_nans = _count_nans(logits, rows) if self._counts_nans else None
+        logprob_rows = self._find_logprob_rows(rows)
+        effects = self._effects(rows, apply_grammar)
+        scored = None
+        if logprob_rows is not None and self.is_raw_mode:
+            scored = logprob_rows.select(logits)
+            if effects and scored is logits:
+                scored = logits.clone()
+        for effect in effects:
+            effect(logits)
+        sampled = gumbel_sample(
+            logits,
+            rows.expanded_idx_mapping,
+            self.states.temperature.gpu,
+            self.states.seeds.gpu,
+            rows.positions,
+            is_all_greedy=self.states.is_all_greedy(rows.idx_mapping_np),
+        )
+        logprobs_tensors = None
+        if logprob_rows is not None:
+            if scored is None:
+                scored = logprob_rows.select(logits)
+            logprobs_tensors = self._compute_logprobs(
+                scored, sampled, rows, logprob_rows
+            )
+        num_rows = torch.diff(rows.layout.cu_num_logits)
+        return SamplerOutput(
+            _per_request(sampled, rows, fill=-1).unsqueeze(1),
+            num_rows,
+            logprobs_tensors,
+            num_nans,
+        )
+
+    def post_update(
+        self, idx_mapping: torch.Tensor, sampler_output: SamplerOutput
+    ) -> None:
+        """Count a step's committed tokens.
+
+        Args:
+            idx_mapping: [num_reqs] int32, batch_idx -> request state row.
+            sampler_output: of the step.
+        """
+        # No request uses penalties. Skip the launch.
+        if self.penalties.is_used_np.any():
+            count_sampled_tokens(
+                idx_mapping,
+                sampler_output.sampled_token_ids,
+                sampler_output.num_sampled,
+                self.penalties,
+            )
+
+    def _effects(
+        self, rows: SamplingRows, apply_grammar: Effect | None
+    ) -> list[Effect]:
+        used = rows.idx_mapping_np
+        mapping = rows.expanded_idx_mapping
+        states = self.states
+        effects = [] if apply_grammar is None else [apply_grammar]
+        if self.logit_bias.is_used_np[used].any():
+            effects.append(
+                partial(
+                    apply_logit_bias,
+                    expanded_idx_mapping=mapping,
+                    biases=self.logit_bias.biases,
+                )
+            )
+        if self.allowed_token_ids.is_used_np[used].any():
+            effects.append(
+                partial(
+                    apply_allowed_token_ids,
+                    expanded_idx_mapping=mapping,
+                    is_used=self.allowed_token_ids.is_used.gpu,
+                    bitmask=self.allowed_token_ids.bitmask,
+                )
+            )
+        if self.min_tokens.is_used_np[used].any():
+            effects.append(
+                partial(
+                    apply_min_tokens,
+                    expanded_idx_mapping=mapping,
+                    positions=rows.positions,
+                    stop_token_ids=self.min_tokens.stop_token_ids,
+                    min_stop_position=self.min_tokens.min_stop_position.gpu,
+                )
+            )
+        effects += self._history_effects(rows)
+        if states.uses_temperature(used):
+            effects.append(
+                partial(
+                    apply_temperature,
+                    expanded_idx_mapping=mapping,
+                    temperature=states.temperature.gpu,
+                )
+            )
+        if states.uses_min_p(used):
+            effects.append(
+                partial(
+                    apply_min_p, expanded_idx_mapping=mapping, min_p=states.min_p.gpu
+                )
+            )
+        if states.uses_top_k_top_p(used):
+            effects.append(
+                partial(
+                    apply_top_k_top_p,
+                    expanded_idx_mapping=mapping,
+                    top_k=states.top_k.gpu,
+                    top_p=states.top_p.gpu,
+                )
+            )
+        return effects
+
+    def _history_effects(self, rows: SamplingRows) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.penalties.is_used_np[rows.idx_mapping_np].any():
+            effects.append(
+                partial(
+                    apply_penalties,
+                    expanded_idx_mapping=rows.expanded_idx_mapping,
+                    expanded_local_pos=rows.expanded_local_pos,
+                    input_ids=rows.input_ids,
+                    max_local_pos=rows.max_local_pos,
+                    state=self.penalties,
+                )
+            )
+        if self.bad_words.is_used_np[rows.idx_mapping_np].any():
+            effects.append(
+                partial(
+                    apply_bad_words,
+                    expanded_idx_mapping=rows.expanded_idx_mapping,
+                    expanded_local_pos=rows.expanded_local_pos,
+                    positions=rows.positions,
+                    input_ids=rows.input_ids,
+                    all_token_ids=rows.all_token_ids,
+                    state=self.bad_words,
+                )
+            )
+        return effects
+
+    def _find_logprob_rows(self, rows: SamplingRows) -> _LogprobRows | None:
+        num_logprobs = self.states.num_logprobs_np[rows.idx_mapping_np]
+        is_wanted = num_logprobs != NO_LOGPROBS
+        if not is_wanted.any():
+            return None
+        cu_num_logits = rows.layout.verified_cu_num_logits_np
+        is_wanted &= np.diff(cu_num_logits) > 0
+        if not is_wanted.any():
+            return None
+        widest = int(num_logprobs[is_wanted].max())
+        if is_wanted.all():
+            return _LogprobRows(widest, None, None)
+        logit_idx = cu_num_logits[:-1][is_wanted].astype(np.int64)
+        return _LogprobRows(
+            widest,
+            to_device(logit_idx, self._device),
+            prefix_sum(is_wanted).tolist(),
+        )
+
+    def _compute_logprobs(
+        self,
+        logits: torch.Tensor,
+        sampled: torch.Tensor,
+        rows: SamplingRows,
+        logprob_rows: _LogprobRows,
+    ) -> LogprobsTensors:
+        chosen = self.states.chosen_token_ids
+        has_chosen = chosen.lengths.np[rows.idx_mapping_np].any()
+        return compute_topk_scores(
+            logits,
+            logprob_rows.num_logprobs,
+            logprob_rows.select(sampled),
+            logprob_rows.cu_num_rows,
+            logits_mode=self.logits_mode,
+            chosen_token_ids=chosen if has_chosen else None,
+            expanded_idx_mapping=logprob_rows.select(rows.expanded_idx_mapping),
+        )
+
+
+def _per_request(values: torch.Tensor, rows: SamplingRows, fill: int) -> torch.Tensor:
+    """Spread values [num_logits] over the requests; `fill` where one owns no row."""
+    if len(values) == rows.num_reqs:
+        return values
+    cu_num_logits = rows.layout.cu_num_logits
+    first_row = cu_num_logits[:-1].clamp(max=len(values) - 1)
+    return values[first_row].masked_fill(torch.diff(cu_num_logits) == 0, fill)
+
+
+def _count_nans(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    num_nans = logits.isnan().sum(dim=-1, dtype=torch.int32)
+    return _per_request(num_nans, rows, fill=0)
+
+
+def _no_samples(num_reqs: int, device: torch.device) -> SamplerOutput:
+    return SamplerOutput(
+        torch.full((num_reqs, 1), -1, dtype=torch.int64, device=device),
+        torch.zeros(num_reqs, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,121 @@
+"""The sampling parameters that are one number a request, as persistent rows."""
+
+import secrets
+
+import numpy as np
+import torch
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.seeds import request_seed
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.sample.ragged import RaggedRows
+
+# num_logprobs of a request that wants none.
+NO_LOGPROBS = -1
+
+
+class SamplingStates:
+    """Temperature, filters, seed and wanted log-probabilities of each request.
+
+    The host arrays also say which effects a step needs at all.
+
+    Args:
+        max_num_reqs: rows.
+        vocab_size: width of the logits.
+        device: where the device arrays live.
+        seed: from which requests without a seed get theirs; None draws one.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        vocab_size: int,
+        device: torch.device,
+        seed: int | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        # [max_num_reqs] each; the neutral values are those of a greedy request.
+        self.temperature = UvaBackedTensor(max_num_reqs, torch.float32, device)
+        self.top_k = UvaBackedTensor(max_num_reqs, torch.int32, device)
+        self.top_p = UvaBackedTensor(max_num_reqs, torch.float32, device)
+        self.min_p = UvaBackedTensor(max_num_reqs, torch.float32, device)
+        self.seeds = UvaBackedTensor(max_num_reqs, torch.int64, device)
+        self.top_p.np[:] = 1.0
+        self.num_logprobs_np = np.full(max_num_reqs, NO_LOGPROBS, dtype=np.int32)
+        # Candidates that a request named itself.
+        self.chosen_token_ids = RaggedRows(max_num_reqs, (torch.int32,), device)
+        self._engine_seed = secrets.randbits(63) if seed is None else seed
+        self._is_stale = True
+
+    def add_request(
+        self, req_state_idx: int, req_id: str, sampling_params: SamplingParams
+    ) -> None:
+        """Fill the request's row."""
+        self.temperature.np[req_state_idx] = sampling_params.temperature
+        top_k = sampling_params.top_k
+        # Keeping the whole vocabulary is keeping all.
+        self.top_k.np[req_state_idx] = top_k if 0 < top_k < self.vocab_size else 0
+        self.top_p.np[req_state_idx] = sampling_params.top_p
+        self.min_p.np[req_state_idx] = sampling_params.min_p
+        seed = sampling_params.seed
+        self.seeds.np[req_state_idx] = (
+            request_seed(self._engine_seed, req_id) if seed is None else seed
+        )
+        self._add_logprobs(req_state_idx, sampling_params)
+        self._is_stale = True
+
+    def _add_logprobs(
+        self, req_state_idx: int, sampling_params: SamplingParams
+    ) -> None:
+        num_logprobs = sampling_params.num_logprobs
+        if num_logprobs is None:
+            num_logprobs = NO_LOGPROBS
+        elif num_logprobs < 0:
+            num_logprobs = self.vocab_size
+        self.num_logprobs_np[req_state_idx] = num_logprobs
+        self.chosen_token_ids.clear_row(req_state_idx)
+        if sampling_params.logprob_token_ids:
+            self.chosen_token_ids.set_row(
+                req_state_idx,
+                np.asarray(sampling_params.logprob_token_ids, dtype=np.int32),
+            )
+
+    def remove_request(self, req_state_idx: int) -> None:
+        """Empty the request's row."""
+        self.num_logprobs_np[req_state_idx] = NO_LOGPROBS
+        self.chosen_token_ids.clear_row(req_state_idx)
+
+    def apply_staged_writes(self) -> None:
+        """Make the changed rows visible to the device."""
+        self.chosen_token_ids.apply_staged_writes()
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        for numbers in (
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seeds,
+        ):
+            numbers.copy_to_device()
+
+    def is_all_greedy(self, idx_mapping_np: np.ndarray) -> bool:
+        """Whether none of the requests needs noise."""
+        return not self.temperature.np[idx_mapping_np].any()
+
+    def uses_temperature(self, idx_mapping_np: np.ndarray) -> bool:
+        """Whether a request divides its logits."""
+        temperature = self.temperature.np[idx_mapping_np]
+        return bool(np.any((temperature != 0.0) & (temperature != 1.0)))
+
+    def uses_min_p(self, idx_mapping_np: np.ndarray) -> bool:
+        """Whether a request filters by min_p."""
+        return bool(self.min_p.np[idx_mapping_np].any())
+
+    def uses_top_k_top_p(self, idx_mapping_np: np.ndarray) -> bool:
+        """Whether a request filters by top_k or top_p."""
+        return bool(
+            self.top_k.np[idx_mapping_np].any()
+            or np.any(self.top_p.np[idx_mapping_np] < 1.0)
+        )
