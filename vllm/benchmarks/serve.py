@@ -50,7 +50,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "--backend",
         choices=tuple(_ENDPOINTS),
         default="openai",
-        help="openai: completions, openai-chat: chat completions (default: %(default)s)",
+        help="openai: completions; openai-chat: chats (default: %(default)s)",
     )
     group.add_argument("--endpoint", help="route; default: that of the backend")
     group.add_argument("--model", help="default: the first that the server lists")

@@ -1,0 +1,229 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": [2, 3]})
+    )
+    return str(tmp_path)
+
+
+def parse(argv):
+    parser = FlexibleArgumentParser(prog="tool")
+    EngineArgs.add_cli_args(parser)
+    return EngineArgs.from_cli_args(parser.parse_args(argv))
+
+
+def create(model, **kwargs):
+    return EngineArgs(model=model, device="cpu", **kwargs).create_engine_config()
+
+
+def test_no_flags_are_the_defaults():
+    assert parse([]) == EngineArgs()
+
+
+def test_flags_reach_their_fields():
+    args = parse(
+        [
+            "--model=m",
+            "--max-model-len=32K",
+            "--kv-cache-memory-bytes=2G",
+            "--no-enable-prefix-caching",
+            "--served-model-name",
+            "a",
+            "b",
+            "--structured-outputs-config.backend",
+            "xgrammar",
+            '--override-generation-config={"temperature": 0.5}',
+            "--enable-log-requests",
+        ]
+    )
+    assert args == EngineArgs(
+        model="m",
+        max_model_len=32768,
+        kv_cache_memory_bytes=2 * 2**30,
+        enable_prefix_caching=False,
+        served_model_name=["a", "b"],
+        structured_outputs_config={"backend": "xgrammar"},
+        override_generation_config={"temperature": 0.5},
+        enable_log_requests=True,
+    )
+
+
+@pytest.mark.parametrize("text", ["auto", "-1"])
+def test_an_automatic_length_is_none(text):
+    assert parse([f"--max-model-len={text}"]).max_model_len is None
+
+
+def test_every_field_but_the_frontends_has_a_flag():
+    parser = FlexibleArgumentParser(prog="tool")
+    EngineArgs.add_cli_args(parser)
+    names = {action.dest for action in parser._actions}
+    assert set(EngineArgs.__dataclass_fields__) - names == {"chat_template"}
+
+
+def test_unknown_keyword_arguments_name_the_closest_one():
+    with pytest.raises(TypeError, match=r"max_seqs.*did you mean max_num_seqs"):
+        EngineArgs.from_kwargs(max_seqs=3)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("load_format", "pickle"),
+        ("logprobs_mode", "raw"),
+        ("scheduling_policy", "lifo"),
+        ("block_size", 17),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -1),
+        ("max_logprobs", -2),
+        ("num_gpu_blocks_override", 1),
+        ("kv_cache_memory_bytes", 0),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", float("nan")),
+        ("seed", 2**63),
+        ("seed", True),
+        ("max_num_seqs", "8"),
+        ("enable_prefix_caching", 1),
+        ("model", 3),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(parameter, value):
+    with pytest.raises(VLLMValidationError, match=parameter) as raised:
+        EngineArgs(**{parameter: value})
+    assert raised.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("structured_outputs_config", {"backnd": "auto"}, "did you mean backend"),
+        ("structured_outputs_config", {"backend": "outlines"}, "must be one of auto"),
+        ("structured_outputs_config", {"disable_any_whitespace": 1}, "true or false"),
+        ("override_generation_config", {"temprature": 1}, "did you mean temperature"),
+    ],
+)
+def test_wrong_keys_of_a_mapping_are_refused(field, value, message):
+    with pytest.raises(VLLMValidationError, match=message):
+        EngineArgs(**{field: value})
+
+
+def test_lengths_and_names_default_to_the_models(model_dir):
+    config = create(model_dir)
+    assert config.model_config.max_model_len == 1024
+    assert config.model_config.tokenizer == model_dir
+    assert config.model_config.served_model_name == (model_dir,)
+    assert config.model_config.dtype == "float32"
+    assert config.device_config.device == "cpu"
+
+
+def test_a_length_beyond_the_models_is_refused_unless_allowed(model_dir, monkeypatch):
+    with pytest.raises(VLLMValidationError, match="at most 1024"):
+        create(model_dir, max_model_len=2048)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert create(model_dir, max_model_len=2048).model_config.max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "defaults"),
+    [
+        ({}, {"temperature": 0.6, "top_k": 20}),
+        ({"generation_config": "vllm"}, {}),
+        (
+            {"override_generation_config": {"temperature": 0.1, "max_new_tokens": 9}},
+            {"temperature": 0.1, "top_k": 20, "max_tokens": 9},
+        ),
+    ],
+)
+def test_sampling_defaults_come_from_the_model_and_the_override(
+    model_dir, kwargs, defaults
+):
+    config = create(model_dir, **kwargs).model_config
+    assert config.default_sampling_params == defaults
+    assert config.generation_eos_token_ids == (2, 3)
+
+
+def test_a_sampling_default_out_of_bounds_is_refused(model_dir):
+    with pytest.raises(VLLMValidationError, match="top_p"):
+        create(model_dir, override_generation_config={"top_p": 2.0})
+
+
+def test_a_step_is_never_smaller_than_its_requests(model_dir):
+    config = create(model_dir, max_num_batched_tokens=16).scheduler_config
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == (16, 16)
+    with pytest.raises(VLLMValidationError, match="at least max_num_seqs"):
+        create(model_dir, max_num_batched_tokens=16, max_num_seqs=17)
+
+
+def test_whole_prompts_fit_one_step_without_chunked_prefill(model_dir):
+    config = create(model_dir, enable_chunked_prefill=False).scheduler_config
+    assert config.max_num_batched_tokens == 1024
+    with pytest.raises(VLLMValidationError, match="without chunked prefill"):
+        create(model_dir, enable_chunked_prefill=False, max_num_batched_tokens=512)
+
+
+def test_the_cpu_cache_size_comes_from_the_environment(model_dir, monkeypatch):
+    assert create(model_dir).cache_config.cpu_kvcache_space_bytes is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert create(model_dir).cache_config.cpu_kvcache_space_bytes == 3 * 2**30
+
+
+def test_a_chat_template_is_a_text_or_a_file(model_dir, tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages }}")
+    for given in (str(path), "{{ messages }}"):
+        config = create(model_dir, chat_template=given).model_config
+        assert config.chat_template == "{{ messages }}"
+    with pytest.raises(VLLMValidationError, match="chat_template"):
+        create(model_dir, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_bad_environment_variable_is_refused(model_dir, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS", "many")
+    with pytest.raises(VLLMValidationError, match="VLLM_CPU_OMP_THREADS"):
+        create(model_dir)
+
+
+def test_async_arguments_are_engine_arguments():
+    assert AsyncEngineArgs(seed=3).seed == 3
+    assert issubclass(AsyncEngineArgs, EngineArgs)
+
+
+def test_flags_need_no_torch():
+    code = (
+        "import sys; import vllm.engine.arg_utils as a;"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser as P;"
+        "a.EngineArgs.add_cli_args(P(prog='x')).parse_args([]);"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
