@@ -15,10 +15,12 @@ SCHEMA = {
     "required": ["city", "population"],
     "additionalProperties": False,
 }
-WORDS = (
-    "river mountain engine garden music winter bridge letter planet coffee "
-    "window forest market silver island doctor"
-).split()
+# fmt: off
+WORDS = [
+    "river", "mountain", "engine", "garden", "music", "winter", "bridge", "letter",
+    "planet", "coffee", "window", "forest", "market", "silver", "island", "doctor",
+]
+# fmt: on
 
 
 def literal(number: int) -> str:

@@ -106,7 +106,9 @@ def test_kernels_match_their_twins(num_reqs, device):
     num_computed = torch.randint(0, 20, (8,), dtype=torch.int32, device=device)
     arguments = (tokens, num_computed, rows, layout.query_start_loc, layout.num_tokens)
     twin = ib._gather_inputs_torch(*arguments)
-    for actual, expected in zip(ib._gather_inputs_triton(*arguments), twin, strict=True):
+    for actual, expected in zip(
+        ib._gather_inputs_triton(*arguments), twin, strict=True
+    ):
         assert torch.equal(actual, expected)
     expected_rows = ib._expand_logit_rows_torch(layout, rows, twin[1])
     actual_rows = ib._expand_logit_rows_triton(layout, rows, twin[1])

@@ -1,4 +1,4 @@
-"""The one place that waits for the device: a step's results on their way to the host."""
+"""The one place that waits for the device: results on their way to the host."""
 
 import numpy as np
 import torch

@@ -43,7 +43,9 @@ def allocate_kv_caches(
     return caches
 
 
-def build_attn_metadata(batch: InputBatch, block_table: BlockTable) -> AttentionMetadata:
+def build_attn_metadata(
+    batch: InputBatch, block_table: BlockTable
+) -> AttentionMetadata:
     """Describe the step to the attention layers."""
     layout = batch.layout
     rows = block_table.gather(batch.idx_mapping, batch.max_seq_len)

@@ -70,7 +70,7 @@ class StagedWriteTensor:
         self._values.append(data)
 
     def apply_write(self) -> None:
-        """Send what was staged; later pieces win over earlier ones at the same place."""
+        """Send what was staged; at one place the last piece wins."""
         if not self._indices:
             return
         indices = np.concatenate(self._indices)[::-1]

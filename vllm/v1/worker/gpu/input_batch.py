@@ -140,7 +140,9 @@ def expand_logit_rows(
         expanded_local_pos: [num_logits] int32.
         sample_positions: [num_logits] int64.
     """
-    impl = _expand_logit_rows_triton if idx_mapping.is_cuda else _expand_logit_rows_torch
+    impl = (
+        _expand_logit_rows_triton if idx_mapping.is_cuda else _expand_logit_rows_torch
+    )
     return impl(layout, idx_mapping, positions)
 
 

@@ -1,6 +1,7 @@
 """The step: rows in, one forward pass, samples out."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -65,9 +66,7 @@ class GPUModelRunner:
 
         self.num_bonus_tokens = num_bonus
         self.vocab_size = model_config.vocab_size
-        self.req_states = RequestState(
-            max_num_reqs, model_config.max_model_len, device
-        )
+        self.req_states = RequestState(max_num_reqs, model_config.max_model_len, device)
         self.sampler = Sampler(
             max_num_reqs,
             self.vocab_size,
@@ -184,6 +183,7 @@ class GPUModelRunner:
             request.req_id,
             request.sampling_params,
             request.prompt_token_ids,
+            request.prefill_token_ids,
         )
 
     def _remove_request(self, req_id: str) -> None:
@@ -197,7 +197,8 @@ class GPUModelRunner:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         # Verification rows first, then decodes, then prefills.
         req_ids = sorted(
-            num_scheduled, key=lambda req_id: (req_id not in drafts, num_scheduled[req_id])
+            num_scheduled,
+            key=lambda req_id: (req_id not in drafts, num_scheduled[req_id]),
         )
         states = self.req_states
         idx_mapping_np = np.array(
@@ -207,9 +208,7 @@ class GPUModelRunner:
             [num_scheduled[req_id] for req_id in req_ids], dtype=np.int32
         )
         num_computed_np = self._num_computed_tokens(scheduler_output, req_ids)
-        layout = self._build_layout(
-            num_scheduled_np, num_computed_np, idx_mapping_np
-        )
+        layout = self._build_layout(num_scheduled_np, num_computed_np, idx_mapping_np)
         idx_mapping = to_device(idx_mapping_np, self.device)
         input_ids, positions, seq_lens = gather_inputs(
             states.all_token_ids.gpu,
@@ -236,7 +235,9 @@ class GPUModelRunner:
         self, scheduler_output: SchedulerOutput, req_ids: list[str]
     ) -> np.ndarray:
         cached = scheduler_output.scheduled_cached_reqs
-        num_computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        num_computed = dict(
+            zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        )
         for request in scheduler_output.scheduled_new_reqs:
             num_computed[request.req_id] = request.num_computed_tokens
         return np.array([num_computed[req_id] for req_id in req_ids], dtype=np.int32)
@@ -280,16 +281,16 @@ class GPUModelRunner:
         grammar_output: GrammarOutput | None,
     ) -> SamplerOutput:
         logits = self.model.compute_logits(hidden_states[batch.logits_indices])
-
-        def apply_grammar(masked_logits: torch.Tensor) -> None:
-            if grammar_output is not None:
-                self.structured_outputs.apply_grammar_bitmask(
-                    masked_logits, batch.layout, batch.req_ids, grammar_output
-                )
-
-        return self.sampler(
-            logits, SamplingRows.from_batch(batch), apply_grammar
-        )
+        rows = SamplingRows.from_batch(batch, self.req_states.all_token_ids.gpu)
+        apply_grammar = None
+        if grammar_output is not None:
+            apply_grammar = partial(
+                self.structured_outputs.apply_grammar_bitmask,
+                layout=batch.layout,
+                req_ids=batch.req_ids,
+                grammar_output=grammar_output,
+            )
+        return self.sampler(logits, rows, apply_grammar)
 
     def _compute_prompt_logprobs(
         self, batch: InputBatch, hidden_states: torch.Tensor
