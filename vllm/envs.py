@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     VLLM_CPU_KVCACHE_SPACE: int
     VLLM_CPU_OMP_THREADS: int
     VLLM_CPU_DISABLE_OPS: bool
+    VLLM_CPU_ISA: str
     VLLM_ENABLE_V1_MULTIPROCESSING: bool
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     VLLM_MAX_STOP_STRINGS: int
     VLLM_MAX_COMPLETION_PROMPTS: int
     VLLM_GRAMMAR_COMPILE_TIMEOUT: float
+    VLLM_COMPUTE_NANS_IN_LOGITS: bool
+    VLLM_GRAMMAR_CACHE_ENTRIES: int
+    VLLM_GRAMMAR_CACHE_BYTES: int
     VLLM_LOG_STATS_INTERVAL: float
 
 
@@ -91,6 +95,8 @@ _READERS: dict[str, Callable[[], Any]] = {
     "VLLM_CPU_OMP_THREADS": _integer("VLLM_CPU_OMP_THREADS", 0),
     # 1 runs the torch twins even where the compiled operators are there.
     "VLLM_CPU_DISABLE_OPS": _flag("VLLM_CPU_DISABLE_OPS", False),
+    # Empty means the best that the processor runs; base is AVX2 on x86.
+    "VLLM_CPU_ISA": _choice("VLLM_CPU_ISA", "", ("", "base", "avx512")),
     "VLLM_ENABLE_V1_MULTIPROCESSING": _flag("VLLM_ENABLE_V1_MULTIPROCESSING", False),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _flag("VLLM_ALLOW_LONG_MAX_MODEL_LEN", False),
     # Seconds.
@@ -100,6 +106,11 @@ _READERS: dict[str, Callable[[], Any]] = {
     "VLLM_MAX_COMPLETION_PROMPTS": _integer("VLLM_MAX_COMPLETION_PROMPTS", 1024, 1),
     # Seconds a grammar may take to compile before its request gets a 400.
     "VLLM_GRAMMAR_COMPILE_TIMEOUT": _number("VLLM_GRAMMAR_COMPILE_TIMEOUT", 5.0),
+    # Compiled grammars that are kept, and their estimated bytes.
+    "VLLM_GRAMMAR_CACHE_ENTRIES": _integer("VLLM_GRAMMAR_CACHE_ENTRIES", 512, 1),
+    "VLLM_GRAMMAR_CACHE_BYTES": _integer("VLLM_GRAMMAR_CACHE_BYTES", 256 << 20, 1),
+    # 1 ends a request with an error as soon as its logits hold a NaN.
+    "VLLM_COMPUTE_NANS_IN_LOGITS": _flag("VLLM_COMPUTE_NANS_IN_LOGITS", False),
     # Seconds between two lines of statistics in the log.
     "VLLM_LOG_STATS_INTERVAL": _number("VLLM_LOG_STATS_INTERVAL", 10.0),
 }

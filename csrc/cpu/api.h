@@ -1,0 +1,66 @@
+// The plain C interface that vllm/_cpu_ops_native.py loads.
+//
+// Pointers are to float32 data unless named otherwise, strides count elements, and the
+// last dimension is contiguous. Functions that read indices return 0, or 1 and leave
+// their outputs undefined if an index points out of its array.
+#pragma once
+
+#include <cstdint>
+
+#define VLLM_API extern "C" __attribute__((visibility("default")))
+
+VLLM_API int64_t vllm_isa_level();
+
+VLLM_API int64_t vllm_packed_size(int64_t num_columns, int64_t size);
+VLLM_API void vllm_pack_weight(const float* weight, int64_t stride, int64_t num_columns,
+                               int64_t size, float* packed);
+VLLM_API void vllm_packed_linear(const float* x, int64_t x_stride, const float* packed,
+                                 const float* bias, float* out, int64_t num_rows,
+                                 int64_t num_columns, int64_t size);
+
+VLLM_API void vllm_rms_norm(const float* x, int64_t outer_stride, int64_t inner_stride,
+                            const float* weight, float eps, float* out,
+                            int64_t out_outer_stride, int64_t out_inner_stride,
+                            int64_t num_outer, int64_t num_inner, int64_t size);
+VLLM_API void vllm_fused_add_rms_norm(float* x, int64_t x_stride, float* residual,
+                                      int64_t residual_stride, const float* weight,
+                                      float eps, int64_t num_rows, int64_t size);
+VLLM_API void vllm_silu_and_mul(const float* x, int64_t x_stride, float* out,
+                                int64_t num_rows, int64_t size);
+VLLM_API int64_t vllm_rotary_embedding(const int64_t* positions, float* q, int64_t q_stride,
+                                       int64_t num_q_heads, float* k, int64_t k_stride,
+                                       int64_t num_k_heads, const float* cos_sin_cache,
+                                       int64_t num_positions, int64_t rotary_dim,
+                                       int64_t head_dim, int64_t num_tokens);
+
+VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
+                                        const float* value, int64_t value_stride,
+                                        float* kv_cache, const int64_t* slot_mapping,
+                                        int64_t num_tokens, int64_t num_blocks,
+                                        int64_t num_kv_heads, int64_t block_size,
+                                        int64_t head_size);
+VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
+                                      const float* kv_cache, const int32_t* block_table,
+                                      int64_t block_table_stride,
+                                      const int32_t* query_start_loc,
+                                      const int32_t* seq_lens, float* out,
+                                      int64_t out_stride, int64_t num_reqs,
+                                      int64_t num_heads, int64_t num_kv_heads,
+                                      int64_t head_size, int64_t block_size,
+                                      int64_t num_blocks, int64_t max_blocks, float scale,
+                                      int64_t is_causal);
+
+VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
+                                  float* out);
+VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,
+                                 const uint8_t* is_greedy, int64_t num_rows,
+                                 int64_t vocab_size, int64_t* out);
+VLLM_API void vllm_top_k_top_p(float* logits, int64_t stride, const int32_t* k,
+                               const float* p, int64_t num_rows, int64_t vocab_size);
+VLLM_API int64_t vllm_logprob_stats(const float* logits, int64_t stride,
+                                    const int64_t* token_ids, int64_t num_rows,
+                                    int64_t vocab_size, float* logsumexp, int32_t* rank);
+VLLM_API int64_t vllm_apply_bitmask(float* logits, int64_t stride, const int32_t* bitmask,
+                                    int64_t bitmask_stride, const int32_t* rows,
+                                    int64_t num_masks, int64_t num_rows,
+                                    int64_t vocab_size);

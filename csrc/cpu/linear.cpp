@@ -1,0 +1,169 @@
+// Dense layers over weights that are packed once, at load.
+//
+// Packed weight: columns in panels of 16, a panel being [K][16], zero past N. A thread
+// takes a block of rows that stays in its level 2 cache and a pair of panels.
+#include "api.h"
+#include "parallel.h"
+#include "tile.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace vllm {
+namespace {
+
+constexpr int64_t kPairWidth = 2 * kLanes;
+// Share of the level 2 cache that a block of packed rows may fill.
+constexpr int64_t kRowBlockBytes = 256 * 1024;
+// Weight bytes ahead of the loads; hides the latency of memory at one row.
+constexpr int64_t kPrefetchRows = 24;
+
+struct Linear {
+  const float* x;
+  int64_t x_stride;
+  const float* packed;
+  const float* bias;
+  float* out;
+  int64_t num_rows, num_columns, size;
+};
+
+int64_t num_panels(int64_t columns) { return (columns + kLanes - 1) / kLanes; }
+
+int64_t block_rows(int64_t size) {
+  const int64_t tiles = kRowBlockBytes / (size * 4 * kMaxRows);
+  return kMaxRows * (tiles > 0 ? tiles : 1);
+}
+
+// Interleaves `count` rows: element k of row i goes to packed[k * count + i].
+void pack_rows(const float* x, int64_t stride, int64_t count, int64_t size, float* packed) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t k = 0; k < size; ++k) packed[k * count + i] = x[i * stride + k];
+}
+
+void write_sums(const Linear& l, int64_t row, int64_t column, Vec sums) {
+  if (column >= l.num_columns) return;
+  if (l.bias != nullptr)
+    sums = sums + load_at(l.bias, column, l.num_columns, 0.0f);
+  store_at(l.out + row * l.num_columns, sums, column, l.num_columns);
+}
+
+template <int ROWS, int GROUPS>
+void multiply_panels(const Linear& l, const float* rows, int64_t first_row, int64_t panel) {
+  const float* b[GROUPS];
+  for (int g = 0; g < GROUPS; ++g) b[g] = l.packed + (panel + g) * l.size * kLanes;
+  Vec acc[ROWS][GROUPS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int g = 0; g < GROUPS; ++g) acc[i][g] = broadcast(0.0f);
+  if constexpr (ROWS <= 4) {
+    // The end of the sum is peeled off only to keep the prefetches inside the weight.
+    const float* end[GROUPS];
+    const int64_t body = l.size > kPrefetchRows ? l.size - kPrefetchRows : 0;
+    for (int64_t k = 0; k < body; ++k) {
+      const float* at[GROUPS];
+      for (int g = 0; g < GROUPS; ++g) {
+        at[g] = b[g] + k * kLanes;
+        __builtin_prefetch(at[g] + kPrefetchRows * kLanes);
+      }
+      accumulate<ROWS, GROUPS, 1, ROWS>(acc, rows + k * ROWS, at, kLanes, 1);
+    }
+    for (int g = 0; g < GROUPS; ++g) end[g] = b[g] + body * kLanes;
+    accumulate<ROWS, GROUPS, 1, ROWS>(acc, rows + body * ROWS, end, kLanes, l.size - body);
+  } else {
+    accumulate<ROWS, GROUPS, 1, ROWS>(acc, rows, b, kLanes, l.size);
+  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int g = 0; g < GROUPS; ++g)
+      write_sums(l, first_row + i, (panel + g) * kLanes, acc[i][g]);
+}
+
+template <int ROWS>
+void multiply_pair(const Linear& l, const float* rows, int64_t first_row, int64_t pair) {
+  const int64_t panel = 2 * pair;
+  const bool is_whole = panel + 2 <= num_panels(l.num_columns);
+  if constexpr (kGroups<ROWS> == 2) {
+    if (is_whole) return multiply_panels<ROWS, 2>(l, rows, first_row, panel);
+  }
+  multiply_panels<ROWS, 1>(l, rows, first_row, panel);
+  if (is_whole) multiply_panels<ROWS, 1>(l, rows, first_row, panel + 1);
+}
+
+// One block of rows against the pairs [first, last).
+void multiply_block(const Linear& l, const float* packed_rows, int64_t first_row,
+                    int64_t count, int64_t first, int64_t last) {
+  for (int64_t pair = first; pair < last; ++pair) {
+    for (int64_t start = 0; start < count; start += kMaxRows) {
+      const int64_t rows = count - start < kMaxRows ? count - start : kMaxRows;
+      with_rows<kMaxRows>(static_cast<int>(rows), [&]<int ROWS>() {
+        multiply_pair<ROWS>(l, packed_rows + start * l.size, first_row + start, pair);
+      });
+    }
+  }
+}
+
+void multiply(const Linear& l) {
+  const int64_t block = block_rows(l.size);
+  const int64_t num_blocks = (l.num_rows + block - 1) / block;
+  const int64_t num_pairs = (num_panels(l.num_columns) + 1) / 2;
+  // Enough pieces for an even load; as few as possible, since each packs its rows.
+  const int64_t wanted = 6 * num_threads();
+  int64_t chunks = num_blocks >= wanted ? 1 : (wanted + num_blocks - 1) / num_blocks;
+  if (chunks > num_pairs) chunks = num_pairs;
+  const int64_t per_chunk = (num_pairs + chunks - 1) / chunks;
+  chunks = (num_pairs + per_chunk - 1) / per_chunk;
+
+  const auto item = [&](int64_t task) {
+    thread_local Scratch scratch;
+    const int64_t first_row = task / chunks * block;
+    const int64_t count = l.num_rows - first_row < block ? l.num_rows - first_row : block;
+    const int64_t first = task % chunks * per_chunk;
+    const int64_t last = first + per_chunk < num_pairs ? first + per_chunk : num_pairs;
+    if (count == 1)
+      return multiply_block(l, l.x + first_row * l.x_stride, first_row, 1, first, last);
+    float* rows = scratch.floats(static_cast<size_t>(count * l.size));
+    for (int64_t start = 0; start < count; start += kMaxRows) {
+      const int64_t tile = count - start < kMaxRows ? count - start : kMaxRows;
+      pack_rows(l.x + (first_row + start) * l.x_stride, l.x_stride, tile, l.size,
+                rows + start * l.size);
+    }
+    multiply_block(l, rows, first_row, count, first, last);
+  };
+  const int64_t flops = l.num_rows * l.num_columns * l.size;
+  const int64_t count = num_blocks * chunks;
+  parallel_for(count, flops < 32768 ? count : 1, item);
+}
+
+}  // namespace
+}  // namespace vllm
+
+VLLM_API int64_t vllm_packed_size(int64_t num_columns, int64_t size) {
+  return vllm::num_panels(num_columns) * vllm::kLanes * size;
+}
+
+VLLM_API void vllm_pack_weight(const float* weight, int64_t stride, int64_t num_columns,
+                               int64_t size, float* packed) {
+  using namespace vllm;
+#if defined(__linux__)
+  // Huge pages save the misses in the translation buffer that one pass a step causes.
+  constexpr uintptr_t kHuge = 2u << 20;
+  const auto first = (reinterpret_cast<uintptr_t>(packed) + kHuge - 1) / kHuge * kHuge;
+  const auto last = reinterpret_cast<uintptr_t>(packed + vllm_packed_size(num_columns, size)) /
+                    kHuge * kHuge;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+  parallel_for(num_panels(num_columns), 1, [&](int64_t panel) {
+    float* out = packed + panel * size * kLanes;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t column = panel * kLanes + lane;
+      const float* row = weight + column * stride;
+      for (int64_t k = 0; k < size; ++k)
+        out[k * kLanes + lane] = column < num_columns ? row[k] : 0.0f;
+    }
+  });
+}
+
+VLLM_API void vllm_packed_linear(const float* x, int64_t x_stride, const float* packed,
+                                 const float* bias, float* out, int64_t num_rows,
+                                 int64_t num_columns, int64_t size) {
+  vllm::multiply({x, x_stride, packed, bias, out, num_rows, num_columns, size});
+}

@@ -1,0 +1,108 @@
+// Draws: uniform numbers, and the Gumbel-max choice of a token.
+#include <limits>
+
+#include "api.h"
+#include "parallel.h"
+#include "philox.h"
+
+namespace vllm {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// The draw 0 stands for 2^-33, so the noise is finite.
+constexpr float kSmallestDraw = 0x1p-33f;
+// More than the noise of the smallest draw, 33 ln 2 = 22.874.
+constexpr float kLargestNoise = 22.875f;
+
+// The definition: logit - log(-log1p(-u)) in double precision.
+double exact_score(float logit, float draw) {
+  const double u = draw > kSmallestDraw ? draw : kSmallestDraw;
+  return static_cast<double>(logit) + -std::log(-std::log1p(-u));
+}
+
+// At least the noise of each draw. -log1p(-u) >= u, and the bit pattern of u is a lower
+// bound of its logarithm in base 2, so this exceeds -log(u) by 0.06 at most.
+Vec noise_bound(Vec draws) {
+  const Vec u = max(broadcast(kSmallestDraw), draws);
+  constexpr float kLn2 = 0.693147181f;
+  return fma(pattern_as_float(u), broadcast(-kLn2 * 0x1p-23f), broadcast(127.0f * kLn2));
+}
+
+// The first of the largest logits, NaN left out; -1 if none is above -inf.
+int64_t argmax(const float* logits, int64_t size) {
+  Vec top = broadcast(-kInfinity);
+  for (int64_t start = 0; start < size; start += kLanes)
+    top = max(load_at(logits, start, size, -kInfinity), top);
+  const float best = largest(top);
+  if (best == -kInfinity) return -1;
+  for (int64_t token_id = 0; token_id < size; ++token_id)
+    if (logits[token_id] == best) return token_id;
+  return -1;
+}
+
+// The best token so far, and what a float bound must reach to be worth an exact score.
+struct Best {
+  int64_t token_id;
+  double score;
+  float threshold;
+
+  void set(int64_t id, double value) {
+    token_id = id;
+    score = value;
+    // Covers the rounding of the bound and of its sum with the logit.
+    const float best = static_cast<float>(value);
+    threshold = best - (1e-3f + 1e-6f * std::fabs(best));
+  }
+};
+
+int64_t gumbel_argmax(const float* logits, int64_t size, int64_t seed) {
+  const int64_t first = argmax(logits, size);
+  if (first < 0) return -1;
+  const PhiloxKey key(seed);
+  Best best{};
+  best.set(first, exact_score(logits[first], philox_uniform(key, static_cast<uint32_t>(first))));
+  for (int64_t start = 0; start < size; start += kLanes) {
+    const Vec values = load_at(logits, start, size, -kInfinity);
+    const Vec threshold = broadcast(best.threshold);
+    // No draw can lift these tokens to the best one.
+    if (greater(values + broadcast(kLargestNoise), threshold) == 0) continue;
+    const Vec draws = philox_uniform16(key, static_cast<uint32_t>(start));
+    uint32_t bits = greater(values + noise_bound(draws), threshold);
+    float draw[kLanes];
+    if (bits != 0) store(draw, draws);
+    for (; bits != 0; bits &= bits - 1) {
+      const int lane = __builtin_ctz(bits);
+      const int64_t token_id = start + lane;
+      const double score = exact_score(logits[token_id], draw[lane]);
+      if (score > best.score || (score == best.score && token_id < best.token_id))
+        best.set(token_id, score);
+    }
+  }
+  return best.token_id;
+}
+
+}  // namespace
+}  // namespace vllm
+
+VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
+                                  float* out) {
+  using namespace vllm;
+  parallel_for(num_rows, grain_for(count, 4096), [&](int64_t row) {
+    const PhiloxKey key(keys[row]);
+    for (int64_t start = 0; start < count; start += kLanes)
+      store_at(out + row * count, philox_uniform16(key, static_cast<uint32_t>(start)), start,
+               count);
+  });
+}
+
+VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,
+                                 const uint8_t* is_greedy, int64_t num_rows,
+                                 int64_t vocab_size, int64_t* out) {
+  using namespace vllm;
+  parallel_for(num_rows, grain_for(vocab_size, 4096), [&](int64_t row) {
+    const float* values = logits + row * stride;
+    const bool greedy = is_greedy != nullptr && is_greedy[row] != 0;
+    out[row] = greedy ? argmax(values, vocab_size)
+                      : gumbel_argmax(values, vocab_size, keys[row]);
+  });
+}

@@ -1,0 +1,49 @@
+// The inner product that everything dense is made of.
+#pragma once
+
+#include "vec.h"
+
+namespace vllm {
+
+// Rows and 16-column groups whose sums fit in the registers.
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;
+template <int ROWS>
+constexpr int kGroups = 2;
+#else
+constexpr int kMaxRows = 6;
+template <int ROWS>
+constexpr int kGroups = ROWS <= 3 ? 2 : 1;
+#endif
+
+// acc[i][g] += sum over k of a[i * ROW_STEP + k * K_STEP] * b[g][k * ldb + 0..15], one
+// fused multiply-add after the other in the order of k: the bits of a result depend on
+// its own row and column only.
+template <int ROWS, int GROUPS, int ROW_STEP, int K_STEP>
+inline __attribute__((always_inline)) void accumulate(Vec (&acc)[ROWS][GROUPS],
+                                                      const float* a,
+                                                      const float* const (&b)[GROUPS],
+                                                      int64_t ldb, int64_t size) {
+  for (int64_t k = 0; k < size; ++k) {
+    Vec column[GROUPS];
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; ++g) column[g] = load(b[g] + k * ldb);
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i) {
+      const Vec value = broadcast(a[i * ROW_STEP + k * K_STEP]);
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g) acc[i][g] = fma(value, column[g], acc[i][g]);
+    }
+  }
+}
+
+// Calls body.template operator()<ROWS>() for a number of rows known at run time only.
+template <int ROWS, typename Body>
+inline void with_rows(int num_rows, const Body& body) {
+  if (num_rows == ROWS)
+    body.template operator()<ROWS>();
+  else if constexpr (ROWS > 1)
+    with_rows<ROWS - 1>(num_rows, body);
+}
+
+}  // namespace vllm

@@ -1,0 +1,290 @@
+// Sixteen float lanes on every instruction set.
+//
+// All arithmetic below is the same sequence of IEEE operations whatever the
+// registers are, so the AVX2, AVX-512 and portable builds give equal bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace vllm {
+
+constexpr int kLanes = 16;
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  __m512 v;
+};
+
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline Vec broadcast(float a) { return {_mm512_set1_ps(a)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+// NOTE: where either is NaN the result is b.
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+
+// Bit i says a[i] > b[i]; false where either is NaN.
+inline uint32_t greater(Vec a, Vec b) {
+  return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ);
+}
+inline uint32_t greater_equal(Vec a, Vec b) {
+  return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ);
+}
+// Lane i of a where bit i is set, else of b.
+inline Vec select(uint32_t bits, Vec a, Vec b) {
+  return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), b.v, a.v)};
+}
+// 2^n, for the integer n in -126..127 that the low bits of t hold.
+inline Vec power_of_two(Vec t) {
+  const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(t.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23))};
+}
+// The float's bit pattern, read as an integer and rounded to float.
+inline Vec pattern_as_float(Vec a) {
+  return {_mm512_cvtepi32_ps(_mm512_castps_si512(a.v))};
+}
+
+inline __m256 fold_half(Vec a) {
+  const __m256 high =
+      _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+  return _mm256_add_ps(_mm512_castps512_ps256(a.v), high);
+}
+inline __m256 max_half(Vec a) {
+  const __m256 high =
+      _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+  return _mm256_max_ps(_mm512_castps512_ps256(a.v), high);
+}
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  __m256 lo, hi;
+};
+
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, Vec a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline Vec broadcast(float a) {
+  const __m256 v = _mm256_set1_ps(a);
+  return {v, v};
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Vec operator+(Vec a, Vec b) {
+  return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+inline Vec operator-(Vec a, Vec b) {
+  return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+inline Vec operator*(Vec a, Vec b) {
+  return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+inline Vec operator/(Vec a, Vec b) {
+  return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+}
+inline Vec max(Vec a, Vec b) {
+  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+inline Vec min(Vec a, Vec b) {
+  return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
+inline uint32_t greater(Vec a, Vec b) {
+  const int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ));
+  const int hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ));
+  return static_cast<uint32_t>(lo | (hi << 8));
+}
+inline uint32_t greater_equal(Vec a, Vec b) {
+  const int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ));
+  const int hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+  return static_cast<uint32_t>(lo | (hi << 8));
+}
+inline __m256 spread_bits(uint32_t bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, lane), lane));
+}
+inline Vec select(uint32_t bits, Vec a, Vec b) {
+  return {_mm256_blendv_ps(b.lo, a.lo, spread_bits(bits)),
+          _mm256_blendv_ps(b.hi, a.hi, spread_bits(bits >> 8))};
+}
+inline __m256 power_of_two_half(__m256 t) {
+  const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+}
+inline Vec power_of_two(Vec t) {
+  return {power_of_two_half(t.lo), power_of_two_half(t.hi)};
+}
+inline Vec pattern_as_float(Vec a) {
+  return {_mm256_cvtepi32_ps(_mm256_castps_si256(a.lo)),
+          _mm256_cvtepi32_ps(_mm256_castps_si256(a.hi))};
+}
+inline __m256 fold_half(Vec a) { return _mm256_add_ps(a.lo, a.hi); }
+inline __m256 max_half(Vec a) { return _mm256_max_ps(a.lo, a.hi); }
+
+#else
+
+struct Vec {
+  float v[kLanes];
+};
+
+template <typename F>
+inline Vec each_lane(F f) {
+  Vec r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = f(i);
+  return r;
+}
+
+inline Vec load(const float* p) {
+  return each_lane([&](int i) { return p[i]; });
+}
+inline void store(float* p, Vec a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = a.v[i];
+}
+inline Vec broadcast(float a) {
+  return each_lane([&](int) { return a; });
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+  return each_lane([&](int i) { return std::fmaf(a.v[i], b.v[i], c.v[i]); });
+}
+inline Vec operator+(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Vec operator-(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Vec operator*(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Vec operator/(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Vec max(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vec min(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline uint32_t greater(Vec a, Vec b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= uint32_t{a.v[i] > b.v[i]} << i;
+  return bits;
+}
+inline uint32_t greater_equal(Vec a, Vec b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= uint32_t{a.v[i] >= b.v[i]} << i;
+  return bits;
+}
+inline Vec select(uint32_t bits, Vec a, Vec b) {
+  return each_lane([&](int i) { return (bits >> i) & 1 ? a.v[i] : b.v[i]; });
+}
+inline Vec power_of_two(Vec t) {
+  return each_lane([&](int i) {
+    uint32_t bits;
+    std::memcpy(&bits, &t.v[i], 4);
+    bits = (bits + 127) << 23;
+    float r;
+    std::memcpy(&r, &bits, 4);
+    return r;
+  });
+}
+inline Vec pattern_as_float(Vec a) {
+  return each_lane([&](int i) {
+    int32_t bits;
+    std::memcpy(&bits, &a.v[i], 4);
+    return static_cast<float>(bits);
+  });
+}
+
+#endif
+
+// Sums and maxima over lanes, always folded 16 -> 8 -> 4 -> 2 -> 1.
+#if defined(__AVX2__)
+inline float sum(Vec a) {
+  const __m256 h = fold_half(a);
+  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+inline float largest(Vec a) {
+  const __m256 h = max_half(a);
+  const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+}
+#else
+inline float sum(Vec a) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+  return a.v[0];
+}
+inline float largest(Vec a) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i)
+      a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+  return a.v[0];
+}
+#endif
+
+inline Vec load_first(const float* p, int64_t count, float fill) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? p[i] : fill;
+  return load(lanes);
+}
+
+inline void store_first(float* p, Vec a, int64_t count) {
+  float lanes[kLanes];
+  store(lanes, a);
+  std::memcpy(p, lanes, static_cast<size_t>(count) * sizeof(float));
+}
+
+// One group of lanes of a row. The last, shorter group goes through the same arithmetic,
+// so an element's result does not depend on its place.
+inline Vec load_at(const float* p, int64_t start, int64_t size, float fill) {
+  return start + kLanes <= size ? load(p + start)
+                                : load_first(p + start, size - start, fill);
+}
+
+inline void store_at(float* p, Vec a, int64_t start, int64_t size) {
+  if (start + kLanes <= size)
+    store(p + start, a);
+  else
+    store_first(p + start, a, size - start);
+}
+
+// e^x to about one unit in the last place. Below -87.3 it is 0, above 88.02 it stays at
+// e^88.02, NaN stays NaN. Minimax-like polynomial of degree 6 on |r| <= ln(2) / 2.
+inline Vec exp(Vec x) {
+  const Vec low = broadcast(-87.33654f);
+  const Vec high = broadcast(88.02f);
+  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits.
+  const Vec rounder = broadcast(12582912.0f);
+  const Vec c = min(high, max(low, x));
+  const Vec t = fma(c, broadcast(1.44269504f), rounder);
+  const Vec n = t - rounder;
+  Vec r = fma(n, broadcast(-0.693359375f), c);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  Vec p = broadcast(0.0013942159712314606f);
+  p = fma(p, r, broadcast(0.008375967852771282f));
+  p = fma(p, r, broadcast(0.041666340082883835f));
+  p = fma(p, r, broadcast(0.16666404902935028f));
+  p = fma(p, r, broadcast(0.5f));
+  p = fma(p, r, broadcast(1.0f));
+  p = fma(p, r, broadcast(1.0f));
+  return select(greater(low, x), broadcast(0.0f), p * power_of_two(t));
+}
+
+}  // namespace vllm

@@ -1,0 +1,86 @@
+"""Build the C++ operators with CMake; everything else is in pyproject.toml.
+
+A machine without CMake or a C++20 compiler gets a warning and a package that runs the
+torch twins instead.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
+
+
+class CMakeExtension(Extension):
+    """A library that CMake builds from the target of the same name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, sources=[], optional=True)
+
+
+class CMakeBuild(build_ext):
+    """Run CMake for each extension; a failure is a warning."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Name the library without Python's ABI tag: it does not use Python."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        """Configure once, then build the target of `ext`."""
+        try:
+            self._build_target(ext)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.warn(
+                f"{ext.name} was not built ({error}); the slower torch operators will "
+                "run. Install a C++20 compiler and CMake 3.18 or newer, then reinstall."
+            )
+
+    def _build_target(self, ext: Extension) -> None:
+        cmake = find_cmake()
+        target = ext.name.rpartition(".")[2]
+        build_dir = (Path(self.build_temp) / "cmake").resolve()
+        build_dir.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            [cmake, "-S", str(ROOT), "-B", str(build_dir)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        subprocess.run(
+            [cmake, "--build", str(build_dir), "--target", target, "--parallel"],
+            check=True,
+        )
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # A new file, never the old one changed: a running server may have it mapped.
+        library.unlink(missing_ok=True)
+        shutil.copy2(build_dir / f"{target}.so", library)
+
+
+def find_cmake() -> str:
+    """Return CMake's path: the environment's own first, then the system's.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    beside_python = str(Path(sys.executable).parent)
+    path = os.pathsep.join([beside_python, os.environ.get("PATH", os.defpath)])
+    cmake = shutil.which("cmake", path=path)
+    if cmake is None:
+        raise FileNotFoundError("cmake is not installed")
+    return cmake
+
+
+setup(
+    ext_modules=[
+        CMakeExtension("vllm._C_cpu"),
+        *([CMakeExtension("vllm._C_cpu_avx512")] if IS_X86 else []),
+    ],
+    cmdclass={"build_ext": CMakeBuild},
+)

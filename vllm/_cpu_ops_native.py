@@ -1,0 +1,465 @@
+"""Load the compiled CPU operators and call them over data pointers.
+
+Each method has the meaning of the function of its name in `_custom_ops`. Tensors are
+float32 on the CPU where nothing else is said, and their last dimension is contiguous;
+checked here is what would read or write outside a tensor.
+"""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from vllm import envs
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+LANES = 16
+
+_TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
+
+# name -> argument types (pointer, integer, float) and, after a colon, the result's. Short
+# functions keep Python's lock: giving it away could cost a whole switch interval.
+_SHORT = {
+    "vllm_isa_level": ":i",
+    "vllm_packed_size": "ii:i",
+    "vllm_rms_norm": "piipfpiiiii:",
+    "vllm_fused_add_rms_norm": "pipipfii:",
+    "vllm_silu_and_mul": "pipii:",
+    "vllm_rotary_embedding": "ppiipiipiiii:i",
+    "vllm_reshape_and_cache": "pipippiiiii:i",
+}
+_LONG = {
+    "vllm_pack_weight": "piiip:",
+    "vllm_packed_linear": "pipppiii:",
+    "vllm_paged_attention": "pippipppiiiiiiiifi:i",
+    "vllm_philox_uniform": "piip:",
+    "vllm_gumbel_argmax": "pippiip:",
+    "vllm_top_k_top_p": "pippii:",
+    "vllm_logprob_stats": "pipiipp:i",
+    "vllm_apply_bitmask": "pipipiii:i",
+}
+
+
+def load_native_ops(isa: str = "") -> "NativeOps | None":
+    """Return the operators for this processor, or None if they cannot run.
+
+    Args:
+        isa: "base" or "avx512" forces one build; empty takes the best.
+    """
+    directory = Path(__file__).resolve().parent
+    base = directory / "_C_cpu.so"
+    if not base.exists():
+        return None
+    _preload_openmp()
+    try:
+        ops = NativeOps(base)
+        level = ops.isa_level()
+        wide = directory / "_C_cpu_avx512.so"
+        if isa != "base" and level >= 2 and wide.exists():
+            return NativeOps(wide)
+    except (OSError, AttributeError) as error:
+        logger.warning("The compiled CPU operators cannot be loaded: %s", error)
+        return None
+    return ops if level >= 1 and isa != "avx512" else None
+
+
+def maybe_load_native_ops() -> "NativeOps | None":
+    """Load what the environment asks for."""
+    if envs.VLLM_CPU_DISABLE_OPS:
+        return None
+    return load_native_ops(envs.VLLM_CPU_ISA)
+
+
+def _preload_openmp() -> None:
+    """Make torch's OpenMP runtime, already loaded, visible to the operators."""
+    bundled = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+    try:
+        ctypes.CDLL(
+            str(bundled) if bundled.exists() else "libgomp.so.1", ctypes.RTLD_GLOBAL
+        )
+    except OSError as error:
+        logger.warning("torch's OpenMP runtime was not found: %s", error)
+
+
+class NativeOps:
+    """The compiled operators of one library.
+
+    Args:
+        library: path of the shared library.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self.library = library
+        for handle, signatures in (
+            (ctypes.PyDLL(str(library)), _SHORT),
+            (ctypes.CDLL(str(library)), _LONG),
+        ):
+            for name, signature in signatures.items():
+                arguments, _, result = signature.partition(":")
+                function = getattr(handle, name)
+                function.argtypes = [_TYPES[kind] for kind in arguments]
+                function.restype = _TYPES[result] if result else None
+                setattr(self, f"_{name.removeprefix('vllm_')}", function)
+
+    def __getattr__(self, name: str) -> "ctypes._CFuncPtr":
+        # Only for type checkers: the C functions are attributes made in __init__.
+        raise AttributeError(f"{self.library.name} has no function {name!r}")
+
+    def isa_level(self) -> int:
+        """Return 0 if not even the base build runs here, 2 if the AVX-512 one does."""
+        return self._isa_level()
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        num_columns, size = weight.shape
+        _check_rows(weight)
+        packed = torch.empty(self._packed_size(num_columns, size))
+        self._pack_weight(
+            weight.data_ptr(), weight.stride(0), num_columns, size, packed.data_ptr()
+        )
+        return packed
+
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        num_columns: int,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        num_rows, size = x.shape
+        _check_rows(x)
+        if packed.numel() != -(-num_columns // LANES) * LANES * size:
+            raise ValueError(
+                f"the packed weight has {packed.numel()} elements, which is not "
+                f"{num_columns} columns of {size}"
+            )
+        if bias is not None:
+            _check_vector(bias, num_columns)
+        out = torch.empty((num_rows, num_columns))
+        self._packed_linear(
+            x.data_ptr(),
+            x.stride(0),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            num_columns,
+            size,
+        )
+        return out
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        size = x.shape[-1]
+        _check_vector(weight, size)
+        if out is None:
+            out = torch.empty(x.shape)
+        num_outer, num_inner, outer_stride, inner_stride = _row_grid(x)
+        out_outer, out_inner, out_outer_stride, out_inner_stride = _row_grid(out)
+        if (out_outer, out_inner, out.shape[-1]) != (num_outer, num_inner, size):
+            raise ValueError(f"out has shape {tuple(out.shape)}, x {tuple(x.shape)}")
+        self._rms_norm(
+            x.data_ptr(),
+            outer_stride,
+            inner_stride,
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            out_outer_stride,
+            out_inner_stride,
+            num_outer,
+            num_inner,
+            size,
+        )
+        return out
+
+    def fused_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
+        num_rows, size = x.shape
+        _check_rows(x)
+        _check_rows(residual)
+        _check_vector(weight, size)
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}"
+            )
+        self._fused_add_rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            residual.stride(0),
+            weight.data_ptr(),
+            eps,
+            num_rows,
+            size,
+        )
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows, double_size = x.shape
+        _check_rows(x)
+        out = torch.empty((num_rows, double_size // 2))
+        self._silu_and_mul(
+            x.data_ptr(), x.stride(0), out.data_ptr(), num_rows, double_size // 2
+        )
+        return out
+
+    def rotary_embedding(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        head_dim: int,
+    ) -> None:
+        num_tokens = positions.shape[0]
+        num_positions, rotary_dim = cos_sin_cache.shape
+        q_heads, q_stride = _heads(q, num_tokens, head_dim)
+        k_heads, k_stride = _heads(k, num_tokens, head_dim)
+        if positions.dtype is not torch.int64 or rotary_dim > head_dim:
+            raise ValueError("positions must be int64 and rotary_dim <= head_dim")
+        failed = self._rotary_embedding(
+            positions.data_ptr(),
+            q.data_ptr(),
+            q_stride,
+            q_heads,
+            k.data_ptr(),
+            k_stride,
+            k_heads,
+            cos_sin_cache.data_ptr(),
+            num_positions,
+            rotary_dim,
+            head_dim,
+            num_tokens,
+        )
+        if failed:
+            raise IndexError(f"a position is not in [0, {num_positions})")
+
+    def reshape_and_cache(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        num_tokens = slot_mapping.shape[0]
+        _, num_blocks, num_kv_heads, block_size, width = kv_cache.shape
+        head_size = _cached_head_size(key, width)
+        key_heads, key_stride = _heads(key, num_tokens, head_size)
+        value_heads, value_stride = _heads(value, num_tokens, head_size)
+        if not key_heads == value_heads == num_kv_heads:
+            raise ValueError(
+                f"{key_heads} key and {value_heads} value heads for a cache of "
+                f"{num_kv_heads}"
+            )
+        if slot_mapping.dtype is not torch.int64:
+            raise ValueError("slot_mapping must be int64")
+        failed = self._reshape_and_cache(
+            key.data_ptr(),
+            key_stride,
+            value.data_ptr(),
+            value_stride,
+            kv_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            num_tokens,
+            num_blocks,
+            num_kv_heads,
+            block_size,
+            head_size,
+        )
+        if failed:
+            raise IndexError(f"a slot is not below {num_blocks * block_size}")
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        is_causal: bool,
+    ) -> None:
+        num_tokens, num_heads, head_size = query.shape
+        _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+        num_reqs = seq_lens.shape[0]
+        if out.shape != query.shape or query_start_loc.shape[0] != num_reqs + 1:
+            raise ValueError("out must have the query's shape, and one start a request")
+        if not (
+            block_table.dtype is torch.int32
+            and query_start_loc.dtype is torch.int32
+            and seq_lens.dtype is torch.int32
+        ):
+            raise ValueError("the block table, starts and lengths must be int32")
+        failed = self._paged_attention(
+            query.data_ptr(),
+            query.stride(0),
+            kv_cache.data_ptr(),
+            block_table.data_ptr(),
+            block_table.stride(0),
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            num_reqs,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            block_size,
+            num_blocks,
+            block_table.shape[1],
+            scale,
+            is_causal,
+        )
+        if failed:
+            raise IndexError("the block table points outside the cache")
+
+    def philox_uniform(self, keys: torch.Tensor, num: int) -> torch.Tensor:
+        _check_int64(keys)
+        out = torch.empty((keys.shape[0], num))
+        self._philox_uniform(keys.data_ptr(), keys.shape[0], num, out.data_ptr())
+        return out
+
+    def gumbel_argmax(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        is_greedy: torch.Tensor | None,
+    ) -> torch.Tensor:
+        num_rows, vocab_size = logits.shape
+        _check_rows(logits)
+        _check_int64(keys)
+        _check_vector(keys, num_rows)
+        if is_greedy is not None:
+            _check_vector(is_greedy, num_rows)
+        out = torch.empty(num_rows, dtype=torch.int64)
+        self._gumbel_argmax(
+            logits.data_ptr(),
+            logits.stride(0),
+            keys.data_ptr(),
+            None if is_greedy is None else is_greedy.data_ptr(),
+            num_rows,
+            vocab_size,
+            out.data_ptr(),
+        )
+        return out
+
+    def top_k_top_p(
+        self, logits: torch.Tensor, k: torch.Tensor, p: torch.Tensor
+    ) -> None:
+        num_rows, vocab_size = logits.shape
+        _check_rows(logits)
+        _check_vector(k, num_rows)
+        _check_vector(p, num_rows)
+        if k.dtype is not torch.int32 or p.dtype is not torch.float32:
+            raise ValueError("k must be int32 and p float32")
+        self._top_k_top_p(
+            logits.data_ptr(),
+            logits.stride(0),
+            k.data_ptr(),
+            p.data_ptr(),
+            num_rows,
+            vocab_size,
+        )
+
+    def logprob_stats(
+        self, logits: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows, vocab_size = logits.shape
+        _check_rows(logits)
+        _check_int64(token_ids)
+        _check_vector(token_ids, num_rows)
+        logsumexp = torch.empty(num_rows)
+        rank = torch.empty(num_rows, dtype=torch.int32)
+        failed = self._logprob_stats(
+            logits.data_ptr(),
+            logits.stride(0),
+            token_ids.data_ptr(),
+            num_rows,
+            vocab_size,
+            logsumexp.data_ptr(),
+            rank.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"a token id is not in [0, {vocab_size})")
+        return logsumexp, rank
+
+    def apply_bitmask(
+        self, logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        num_rows, vocab_size = logits.shape
+        _check_rows(logits)
+        _check_rows(bitmask)
+        num_masks = bitmask.shape[0]
+        _check_vector(rows, num_masks)
+        if bitmask.dtype is not torch.int32 or rows.dtype is not torch.int32:
+            raise ValueError("the bitmask and its rows must be int32")
+        if bitmask.shape[1] * 32 < vocab_size:
+            raise ValueError(
+                f"the bitmask has {bitmask.shape[1]} words for {vocab_size} tokens"
+            )
+        failed = self._apply_bitmask(
+            logits.data_ptr(),
+            logits.stride(0),
+            bitmask.data_ptr(),
+            bitmask.stride(0),
+            rows.data_ptr(),
+            num_masks,
+            num_rows,
+            vocab_size,
+        )
+        if failed:
+            raise IndexError(f"a mask's row is not below {num_rows}")
+
+
+def _check_rows(x: torch.Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"rows must be contiguous, got strides {x.stride()}")
+
+
+def _check_vector(x: torch.Tensor, size: int) -> None:
+    if x.shape[0] != size or not x.is_contiguous():
+        raise ValueError(f"expected {size} contiguous values, got {tuple(x.shape)}")
+
+
+def _check_int64(x: torch.Tensor) -> None:
+    if x.dtype is not torch.int64 or not x.is_contiguous():
+        raise ValueError(f"expected contiguous int64 values, got {x.dtype}")
+
+
+def _row_grid(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return the outer and inner number of rows of a 2D or 3D tensor, and strides."""
+    _check_rows(x)
+    if x.dim() == 3:
+        return x.shape[0], x.shape[1], x.stride(0), x.stride(1)
+    return x.shape[0], 1, x.stride(0), 0
+
+
+def _heads(x: torch.Tensor, num_tokens: int, head_dim: int) -> tuple[int, int]:
+    """Return the number of heads of [T, H * D] or [T, H, D], and the token stride."""
+    _check_rows(x)
+    width = x.shape[1] if x.dim() == 2 else x.shape[1] * x.shape[2]
+    if x.dim() == 3 and x.shape[1] > 1 and x.stride(1) != x.shape[2]:
+        raise ValueError(f"heads must stand side by side, got strides {x.stride()}")
+    if x.shape[0] < num_tokens or width % head_dim:
+        raise ValueError(
+            f"shape {tuple(x.shape)} for {num_tokens} tokens of {head_dim}"
+        )
+    return width // head_dim, x.stride(0)
+
+
+def _cached_head_size(key: torch.Tensor, width: int) -> int:
+    head_size = key.shape[-1]
+    if key.dim() != 3 or -(-head_size // LANES) * LANES != width:
+        raise ValueError(
+            f"keys of shape {tuple(key.shape)} in a cache of width {width}"
+        )
+    return head_size

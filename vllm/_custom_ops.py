@@ -1,0 +1,280 @@
+"""The CPU operators by name: the compiled one where it is built, else its torch twin.
+
+The compiled operators take float32 tensors on the CPU. They keep one law: the bits of a
+row of the result depend on that row alone, never on the rows beside it, their number,
+the number of threads or the instruction set. The twins (`_cpu_ops_torch`) have the same
+meaning, any device and dtype, and torch's own rounding.
+"""
+
+from types import ModuleType
+
+import torch
+
+from vllm import _cpu_ops_torch
+from vllm._cpu_ops_native import NativeOps, maybe_load_native_ops
+
+_native: NativeOps | None = maybe_load_native_ops()
+
+
+def has_cpu_ops() -> bool:
+    """Whether the compiled operators are built, run here, and are not switched off."""
+    return _native is not None
+
+
+def _pick(x: torch.Tensor) -> NativeOps | ModuleType:
+    if _native is None or x.dtype is not torch.float32 or not x.is_cpu:
+        return _cpu_ops_torch
+    return _native
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Lay a weight out for `packed_linear`; opaque, made once, at load.
+
+    Args:
+        weight: [N, K].
+
+    Returns:
+        One-dimensional where the compiled operator will read it, else [N, K].
+    """
+    return _pick(weight).pack_weight(weight)
+
+
+def packed_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    num_columns: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    Args:
+        x: [M, K], rows may be strided.
+        packed: from `pack_weight`.
+        num_columns: N.
+        bias: [N].
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: the packed weight has other sizes.
+    """
+    if packed.dim() == 2:
+        return _cpu_ops_torch.packed_linear(x, packed, num_columns, bias)
+    assert _native is not None, "packed by the compiled operator, which is gone"
+    return _native.packed_linear(x, packed, num_columns, bias)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scale every row to a root mean square of one, then by `weight`.
+
+    Args:
+        x: [T, D], or [T, H, D] for a norm over heads; rows may be strided.
+        weight: [D].
+        eps: added to the mean square.
+        out: where to write, of x's shape; may be x. None makes a new tensor.
+
+    Returns:
+        The tensor written.
+    """
+    return _pick(x).rms_norm(x, weight, eps, out)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    """Add x to the residual, then write the residual's norm to x; both in place.
+
+    Args:
+        x: [T, D].
+        residual: [T, D].
+        weight: [D].
+        eps: added to the mean square.
+    """
+    _pick(x).fused_add_rms_norm(x, residual, weight, eps)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(first half) * second half of every row.
+
+    Args:
+        x: [T, 2 * I].
+
+    Returns:
+        [T, I].
+    """
+    return _pick(x).silu_and_mul(x)
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    head_dim: int,
+) -> None:
+    """Rotate the halves of every head by its token's position, in place.
+
+    Args:
+        positions: [T] int64.
+        q: [T, num_heads * head_dim], may be a slice of columns; or [T, heads, dim].
+        k: [T, num_kv_heads * head_dim], as q.
+        cos_sin_cache: [num_positions, rotary_dim], cosines then sines; dimensions of a
+            head past rotary_dim stay.
+        head_dim: width of a head.
+
+    Raises:
+        IndexError: a position is outside the cache.
+    """
+    _pick(q).rotary_embedding(positions, q, k, cos_sin_cache, head_dim)
+
+
+def cpu_kv_cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+) -> tuple[int, int, int, int, int]:
+    """Return the shape of one layer's cache for the two functions below.
+
+    In [0] a block holds its keys transposed, [width, block_size] in the memory of
+    [block_size, width]; in [1] its values, [block_size, width]. The width is the head
+    size rounded up to 16.
+    """
+    return 2, num_blocks, num_kv_heads, block_size, -(-head_size // 16) * 16
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store keys and values in their slots.
+
+    Args:
+        key: [T, num_kv_heads, head_size], tokens may be strided.
+        value: as key.
+        kv_cache: of `cpu_kv_cache_shape`, changed in place.
+        slot_mapping: [T] int64, block id * block size + offset; -1 writes nothing.
+
+    Raises:
+        IndexError: a slot is outside the cache.
+    """
+    _pick(kv_cache).reshape_and_cache(key, value, kv_cache, slot_mapping)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    is_causal: bool = True,
+) -> None:
+    """Attend over the paged cache in order of absolute position.
+
+    Args:
+        query: [T, num_heads, head_size], tokens may be strided.
+        kv_cache: of `cpu_kv_cache_shape`; block size a multiple of 16.
+        block_table: [num_reqs, max_blocks] int32.
+        query_start_loc: [num_reqs + 1] int32.
+        seq_lens: [num_reqs] int32, keys of each request, its query tokens included.
+        scale: of the scores.
+        out: of the query's shape, written.
+        is_causal: False lets a query see every key of its request.
+
+    Raises:
+        IndexError: a block id is outside the cache.
+    """
+    _pick(query).paged_attention(
+        query, kv_cache, block_table, query_start_loc, seq_lens, scale, out, is_causal
+    )
+
+
+def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:
+    """Return tl.rand(key, offset) for the offsets 0..num - 1 of every key.
+
+    Args:
+        keys: [N] int64.
+        num: draws a key.
+
+    Returns:
+        [N, num] float32 in [0, 1).
+    """
+    ops = _cpu_ops_torch if _native is None or not keys.is_cpu else _native
+    return ops.philox_uniform(keys, num)
+
+
+def gumbel_argmax(
+    logits: torch.Tensor, keys: torch.Tensor, is_greedy: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Draw a token of every row: the argmax of logit plus Gumbel noise.
+
+    With u = max(tl.rand(key, token id), 2^-33) a token's score is, in double precision,
+    logit - log(-log1p(-u)). The largest score wins, the lowest id among equals. Tokens
+    at -inf or NaN are never drawn.
+
+    Args:
+        logits: [N, vocab_size] float32, temperature applied.
+        keys: [N] int64.
+        is_greedy: [N] uint8 or bool; set rows take the plain argmax.
+
+    Returns:
+        [N] int64; -1 where no logit is above -inf.
+    """
+    return _pick(logits).gumbel_argmax(logits, keys, is_greedy)
+
+
+def top_k_top_p(logits: torch.Tensor, k: torch.Tensor, p: torch.Tensor) -> None:
+    """Set to -inf, in place, what top-k and then top-p leave out.
+
+    Every logit equal to the k-th largest stays. Of what is left, a token stays if the
+    probabilities of the strictly more likely ones sum to less than p; one always stays.
+    Rows that are filtered lose their NaN too.
+
+    Args:
+        logits: [N, vocab_size] float32.
+        k: [N] int32; 0 leaves a row unchanged.
+        p: [N] float32; 1 leaves a row unchanged.
+    """
+    _pick(logits).top_k_top_p(logits, k, p)
+
+
+def logprob_stats(
+    logits: torch.Tensor, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what turns a token's logit into its log-probability and rank.
+
+    Args:
+        logits: [N, vocab_size] float32.
+        token_ids: [N] int64.
+
+    Returns:
+        logsumexp: [N] float32.
+        rank: [N] int32, 1 + the number of logits strictly above the token's.
+
+    Raises:
+        IndexError: a token id is outside the vocabulary.
+    """
+    return _pick(logits).logprob_stats(logits, token_ids)
+
+
+def apply_bitmask(
+    logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Set to -inf, in place, every token whose bit is 0.
+
+    Args:
+        logits: [N, vocab_size] float32.
+        bitmask: [M, ceil(vocab_size / 32)] int32, token 0 in the lowest bit.
+        rows: [M] int32, the row of logits that a mask is for; -1 for none.
+
+    Raises:
+        IndexError: a mask's row is outside the logits.
+    """
+    _pick(logits).apply_bitmask(logits, bitmask, rows)
