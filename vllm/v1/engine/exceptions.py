@@ -1,0 +1,5 @@
+"""Errors of the engine that end one request, not the server."""
+
+
+class EngineGenerateError(RuntimeError):
+    """The engine could not finish a request for a reason that is not the client's."""
