@@ -1,0 +1,128 @@
+"""Share of a step that is not the model: scheduling, input preparation, outputs.
+
+    .venv/bin/python benchmarks/host_overhead.py
+
+32 requests run on the embedded model, in process. Once all of them decode, the parts of
+each step are timed. What is neither the forward pass nor the sampler counts as host work,
+also what no named part covers.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from compare_transformers import draw_prompts
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.worker.gpu import model_runner
+
+# What is timed: where it is, its name there, and the part of the step it belongs to.
+PARTS: tuple[tuple[Any, str, str], ...] = (
+    (Scheduler, "schedule", "scheduling"),
+    (Scheduler, "update_from_output", "scheduling"),
+    (model_runner.GPUModelRunner, "_update_rows", "input preparation"),
+    (model_runner.GPUModelRunner, "_prepare_inputs", "input preparation"),
+    (model_runner, "build_attn_metadata", "input preparation"),
+    (OutputProcessor, "process_outputs", "output handling"),
+    (model_runner.GPUModelRunner, "_forward", "forward pass"),
+    (model_runner.GPUModelRunner, "_sample", "sampling"),
+)
+MODEL_PARTS = ("forward pass", "sampling")
+
+
+class Stopwatch:
+    """Adds up the time of each part; a part inside another is taken from the outer."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner_s = [0.0]
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        """Time every call of `owner.name` as `part`."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner_s.append(0.0)
+            start_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                elapsed_s = time.perf_counter() - start_s
+                self.seconds[part] += elapsed_s - self._inner_s.pop()
+                self._inner_s[-1] += elapsed_s
+
+        setattr(owner, name, timed)
+
+
+def measure(num_requests: int, num_steps: int, input_len: int) -> dict[str, Any]:
+    """Return the medians of the parts of a step, in ms, and the share of host work."""
+    watch = Stopwatch()
+    for owner, name, part in PARTS:
+        watch.wrap(owner, name, part)
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            max_model_len=2048, max_num_seqs=num_requests, use_tqdm_on_load=False
+        )
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=num_steps + num_requests + 64, ignore_eos=True
+    )
+    for index, prompt in enumerate(draw_prompts(0, num_requests, input_len)):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    _prefill(engine, num_requests)
+
+    steps: dict[str, list[float]] = defaultdict(list)
+    for _ in range(num_steps):
+        watch.seconds.clear()
+        start_s = time.perf_counter()
+        engine.step()
+        elapsed_s = time.perf_counter() - start_s
+        for _, _, part in PARTS:
+            watch.seconds.setdefault(part, 0.0)
+        for part, seconds in watch.seconds.items():
+            steps[part].append(seconds * 1e3)
+        steps["step"].append(elapsed_s * 1e3)
+        model_s = sum(watch.seconds[part] for part in MODEL_PARTS)
+        steps["host"].append((elapsed_s - model_s) * 1e3)
+    medians = {part: statistics.median(values) for part, values in steps.items()}
+    return {"ms": medians, "host_share": medians["host"] / medians["step"]}
+
+
+def _prefill(engine: LLMEngine, num_requests: int) -> None:
+    """Step until every request has its first token."""
+    answered: set[str] = set()
+    while len(answered) < num_requests:
+        answered |= {output.request_id for output in engine.step()}
+    # The last of the prefill's effects, such as first touches of memory.
+    for _ in range(8):
+        engine.step()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-requests", type=int, default=32)
+    parser.add_argument("--num-steps", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=64, help="tokens a prompt")
+    parser.add_argument("--json", help="file for the figures")
+    args = parser.parse_args()
+    figures = measure(args.num_requests, args.num_steps, args.input_len)
+    print(f"{args.num_requests} requests, median of {args.num_steps} decode steps\n")
+    for part, value_ms in figures["ms"].items():
+        print(f"{part:20} {value_ms:8.3f} ms")
+    print(f"\nhost work is {figures['host_share']:.1%} of the step")
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
