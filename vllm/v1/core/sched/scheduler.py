@@ -1,0 +1,617 @@
+"""The scheduler: who runs in a step, with how many tokens and in which blocks."""
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.stop import (
+    FINISH_REASONS,
+    Commit,
+    GrammarManager,
+    decide_commit,
+)
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+
+@dataclass
+class _Step:
+    """A step while it is being put together.
+
+    Args:
+        token_budget: tokens that may still be scheduled.
+        num_scheduled_tokens: in scheduling order, drafts included.
+        new_requests: those that take a row in the worker.
+        new_blocks: of the requests that have a row.
+    """
+
+    token_budget: int
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    new_requests: list[Request] = field(default_factory=list)
+    new_blocks: dict[str, list[KVCacheBlock]] = field(default_factory=dict)
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+
+class Scheduler:
+    """Continuous batching: running requests first, then waiting ones, in chunks.
+
+    Every step is `schedule`, the worker's run, `update_from_output`, in this order and
+    also when nothing is scheduled: ends and errors are reported by it.
+
+    Args:
+        structured_output_manager: advances and reads the grammars; it was asked to
+            compile a request's grammar before the request comes here.
+        log_stats: put statistics on the outputs.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: GrammarManager,
+        log_stats: bool,
+    ) -> None:
+        config = vllm_config.scheduler_config
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        # Each running request gets at least one token in each step.
+        self.max_num_running_reqs = min(
+            config.max_num_seqs, config.max_num_batched_tokens
+        )
+        self.block_hasher = get_request_block_hasher(vllm_config)
+        self.kv_cache_manager = KVCacheManager(
+            kv_cache_config,
+            self.max_model_len,
+            vllm_config.cache_config.enable_prefix_caching,
+        )
+        self._enable_chunked_prefill = config.enable_chunked_prefill
+        self._is_priority_policy = config.policy == "priority"
+        self._vocab_size = vllm_config.model_config.vocab_size
+        self._num_lookahead_tokens = vllm_config.num_speculative_tokens
+        self._grammar_manager = structured_output_manager
+        self._log_stats = log_stats
+
+        # Every unfinished request is here, and in exactly one of the three below.
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = RequestQueue(config.policy)
+        self.waiting_for_grammar: dict[str, Request] = {}
+
+        self._arrival_indices = itertools.count()
+        # Rows that the worker does not know to be free yet.
+        self._finished_req_ids: set[str] = set()
+        # Ends that no step has brought about.
+        self._pending_outputs: list[EngineCoreOutput] = []
+        # The gauges have changed since they were last reported.
+        self._is_report_due = False
+        self._num_preempted = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._num_corrupted_reqs = 0
+
+    def add_request(self, request: Request) -> None:
+        """Let a request wait for its first step.
+
+        Raises:
+            VLLMValidationError: no step could ever compute its prompt, or its id is
+                that of a request that has not ended.
+        """
+        self._check_can_run(request)
+        request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
+        request.arrival_index = next(self._arrival_indices)
+        request.events.append(EngineCoreEvent.now(EngineCoreEventType.QUEUED))
+        self.requests[request.request_id] = request
+        if request.structured_output_request is None:
+            self.waiting.add(request)
+        else:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            self.waiting_for_grammar[request.request_id] = request
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str], status: RequestStatus
+    ) -> None:
+        """End requests from outside, without an output; unknown ids are ignored."""
+        assert status.is_finished, f"{status!r} does not end a request"
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, status)
+
+    def has_requests(self) -> bool:
+        """Whether a request has not ended, or an end was not told to everybody."""
+        return bool(self.requests) or self._has_ends_to_report()
+
+    def has_runnable_requests(self) -> bool:
+        """Whether a step has something to do; not while all wait for a grammar."""
+        return (
+            bool(self.running or self.waiting)
+            or self._has_ends_to_report()
+            or any(map(_is_compiled, self.waiting_for_grammar.values()))
+        )
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Return how many requests run and how many wait, for whatever reason."""
+        num_running = len(self.running)
+        return num_running, len(self.requests) - num_running
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide on a step; it must then run, because its blocks count as computed."""
+        self._release_compiled_requests()
+        step = _Step(self.max_num_batched_tokens)
+        self._schedule_running(step)
+        # A step that had to take blocks away has none for newcomers.
+        if not step.preempted_req_ids:
+            self._schedule_waiting(step)
+        output = self._make_output(step)
+        self._advance(output)
+        return output
+
+    def get_grammar_bitmask(
+        self, scheduler_output: SchedulerOutput
+    ) -> GrammarOutput | None:
+        """Mask the logit rows of the step's constrained requests."""
+        request_ids = [
+            request_id
+            for request_id in scheduler_output.structured_output_request_ids
+            if request_id in self.requests
+        ]
+        if not request_ids:
+            return None
+        return self._grammar_manager.grammar_bitmask(
+            self.requests, request_ids, scheduler_output.scheduled_spec_decode_tokens
+        )
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
+        """Commit what a step sampled, and end the requests that are complete."""
+        outputs, self._pending_outputs = self._pending_outputs, []
+        has_finished = False
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is None:
+                # It was aborted while the step ran.
+                continue
+            num_drafts = len(
+                scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            )
+            output = self._update_request(request, model_runner_output, num_drafts)
+            if output is not None:
+                outputs.append(output)
+                has_finished |= output.finished
+        if has_finished:
+            self.running = [req for req in self.running if not req.is_finished]
+        self._is_report_due = False
+        return EngineCoreOutputs(
+            outputs, self.make_stats() if self._log_stats else None, time.monotonic()
+        )
+
+    def update_draft_token_ids(
+        self, req_ids: list[str], draft_token_ids: list[list[int]]
+    ) -> None:
+        """Take the drafts that the next step verifies, one list a request."""
+        for req_id, drafts in zip(req_ids, draft_token_ids, strict=True):
+            request = self.requests.get(req_id)
+            # A prompt that is not complete has no token for a draft to follow.
+            if (
+                request is not None
+                and request.status is RequestStatus.RUNNING
+                and request.num_computed_tokens >= request.num_tokens - 1
+            ):
+                request.spec_token_ids = drafts
+
+    def make_stats(self) -> SchedulerStats:
+        """Return the gauges, and the counts since the last call."""
+        self._is_report_due = False
+        stats = SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            num_waiting_for_grammar_reqs=len(self.waiting_for_grammar),
+            kv_cache_usage=self.kv_cache_manager.usage,
+            prefix_cache_stats=self.kv_cache_manager.take_prefix_cache_stats(),
+            num_preempted=self._num_preempted,
+            step_prompt_tokens=self._num_prompt_tokens,
+            step_generation_tokens=self._num_generation_tokens,
+            num_corrupted_reqs=self._num_corrupted_reqs,
+        )
+        self._num_preempted = self._num_corrupted_reqs = 0
+        self._num_prompt_tokens = self._num_generation_tokens = 0
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; running requests are not disturbed."""
+        self.kv_cache_manager.reset_prefix_cache()
+        return True
+
+    def check_integrity(self) -> None:
+        """Check the blocks, and that each request is in the place of its status.
+
+        Raises:
+            AssertionError: something does not add up.
+        """
+        self.kv_cache_manager.check_integrity()
+        places = {
+            RequestStatus.RUNNING: {req.request_id for req in self.running},
+            RequestStatus.WAITING_FOR_GRAMMAR: set(self.waiting_for_grammar),
+        }
+        waiting = {req.request_id for req in self.waiting}
+        for request in self.requests.values():
+            expected = places.get(request.status, waiting)
+            assert request.request_id in expected, f"{request.request_id} is misplaced"
+        num_placed = len(waiting) + sum(map(len, places.values()))
+        assert num_placed == len(self.requests), "a request is in two places"
+
+    def shutdown(self) -> None:
+        """End every request."""
+        self.finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
+
+    # What a step is made of.
+
+    def _release_compiled_requests(self) -> None:
+        """Let requests whose grammar is compiled wait like the others."""
+        if not self.waiting_for_grammar:
+            return
+        for request in list(self.waiting_for_grammar.values()):
+            state = request.structured_output_request
+            assert state is not None, f"{request.request_id} waits for no grammar"
+            if state.error is not None:
+                message, parameter = state.error
+                self._fail(request, message, parameter, is_client_error=True)
+            elif state.is_grammar_ready:
+                del self.waiting_for_grammar[request.request_id]
+                request.status = RequestStatus.WAITING
+                self.waiting.add(request)
+
+    def _schedule_running(self, step: _Step) -> None:
+        for request in list(self.running):
+            if request.status is not RequestStatus.RUNNING:
+                # It gave way to one before it.
+                continue
+            # Drafts and chunks leave a token for each of those behind them.
+            num_later = len(self.running) - len(step.num_scheduled_tokens) - 1
+            num_new_tokens = min(
+                request.num_tokens
+                - request.num_computed_tokens
+                + self._num_useful_drafts(request),
+                step.token_budget - num_later,
+            )
+            assert num_new_tokens > 0, f"{request.request_id} has nothing to compute"
+            new_blocks = self._allocate_or_preempt(request, num_new_tokens, step)
+            if new_blocks is not None:
+                step.num_scheduled_tokens[request.request_id] = num_new_tokens
+                step.new_blocks[request.request_id] = new_blocks
+                step.token_budget -= num_new_tokens
+
+    def _num_useful_drafts(self, request: Request) -> int:
+        """Drafts that can be committed with one more token behind them."""
+        if not request.spec_token_ids:
+            return 0
+        max_drafts = request.max_total_tokens - request.num_tokens - 1
+        return max(min(len(request.spec_token_ids), max_drafts), 0)
+
+    def _allocate_or_preempt(
+        self, request: Request, num_new_tokens: int, step: _Step
+    ) -> list[KVCacheBlock] | None:
+        """Get a running request its blocks, from others if need be.
+
+        Returns:
+            The new blocks; None if the request itself had to give way.
+        """
+        while True:
+            new_blocks = self.kv_cache_manager.allocate_slots(
+                request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
+            )
+            if new_blocks is not None:
+                return new_blocks
+            if len(self.running) == 1:
+                self._fail_for_size(request)
+                return None
+            victim = self.running[-1]
+            if self._is_priority_policy:
+                victim = max(self.running, key=self.waiting.sort_key)
+            self._preempt(victim, step)
+            if victim is request:
+                return None
+
+    def _preempt(self, request: Request, step: _Step) -> None:
+        """Take a running request's blocks and row; it will be computed again."""
+        request_id = request.request_id
+        self.running.remove(request)
+        step.token_budget += step.num_scheduled_tokens.pop(request_id, 0)
+        step.new_blocks.pop(request_id, None)
+        step.preempted_req_ids.add(request_id)
+        self.kv_cache_manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        # They belong to a row that is gone.
+        request.spec_token_ids = []
+        request.num_preemptions += 1
+        request.events.append(EngineCoreEvent.now(EngineCoreEventType.PREEMPTED))
+        self.waiting.add(request)
+        self._num_preempted += 1
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        if not self.waiting:
+            return
+        manager = self.kv_cache_manager
+        # A prompt that is not complete will need its other blocks, too.
+        num_reserved_blocks = sum(map(manager.num_missing_blocks, self.running))
+        while (
+            self.waiting
+            and step.token_budget > 0
+            and len(self.running) < self.max_num_running_reqs
+        ):
+            request = self.waiting.peek()
+            computed_blocks, num_computed = manager.get_computed_blocks(request)
+            num_new_tokens = request.num_tokens - num_computed
+            if num_new_tokens > step.token_budget:
+                if not self._may_be_chunked(num_new_tokens):
+                    break
+                num_new_tokens = step.token_budget
+            new_blocks = None
+            if manager.can_hold_all_tokens(
+                request, computed_blocks, num_reserved_blocks
+            ):
+                new_blocks = manager.allocate_slots(
+                    request,
+                    num_new_tokens,
+                    num_computed,
+                    computed_blocks,
+                    self._num_lookahead_tokens,
+                )
+            if new_blocks is None and self.running:
+                break
+            self.waiting.pop()
+            if new_blocks is None:
+                self._fail_for_size(request)
+                continue
+            self._start(request, num_computed)
+            num_reserved_blocks += manager.num_missing_blocks(request)
+            step.new_requests.append(request)
+            step.num_scheduled_tokens[request.request_id] = num_new_tokens
+            step.token_budget -= num_new_tokens
+
+    def _may_be_chunked(self, num_new_tokens: int) -> bool:
+        # Output that is computed again after preemption may exceed what was a prompt's
+        # limit; without chunks such a request could never come back.
+        return (
+            self._enable_chunked_prefill or num_new_tokens > self.max_num_batched_tokens
+        )
+
+    def _start(self, request: Request, num_computed_tokens: int) -> None:
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_computed_tokens
+            if request.sampling_params.prompt_logprobs is None:
+                self.kv_cache_manager.record_lookup(
+                    request.num_tokens, num_computed_tokens
+                )
+        request.num_computed_tokens = num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        request.events.append(EngineCoreEvent.now(EngineCoreEventType.SCHEDULED))
+        self.running.append(request)
+
+    def _make_output(self, step: _Step) -> SchedulerOutput:
+        manager = self.kv_cache_manager
+        cached = CachedRequestData()
+        drafts: dict[str, list[int]] = {}
+        for request_id, new_blocks in step.new_blocks.items():
+            request = self.requests[request_id]
+            cached.req_ids.append(request_id)
+            cached.new_block_ids.append(
+                manager.to_block_ids(new_blocks) if new_blocks else None
+            )
+            cached.num_computed_tokens.append(request.num_computed_tokens)
+            if request.spec_token_ids:
+                num_known = request.num_tokens - request.num_computed_tokens
+                num_drafts = step.num_scheduled_tokens[request_id] - num_known
+                if num_drafts > 0:
+                    drafts[request_id] = request.spec_token_ids[:num_drafts]
+                # A draft is verified in the next step or never.
+                request.spec_token_ids = []
+        finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        return SchedulerOutput(
+            scheduled_new_reqs=[self._make_new_data(req) for req in step.new_requests],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            total_num_scheduled_tokens=sum(step.num_scheduled_tokens.values()),
+            scheduled_spec_decode_tokens=drafts,
+            finished_req_ids=finished_req_ids,
+            preempted_req_ids=step.preempted_req_ids,
+        )
+
+    def _make_new_data(self, request: Request) -> NewRequestData:
+        return NewRequestData(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            prefill_token_ids=list(request.all_token_ids),
+            sampling_params=request.sampling_params,
+            block_ids=self.kv_cache_manager.get_block_ids(request.request_id),
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
+    def _advance(self, output: SchedulerOutput) -> None:
+        """Count the step's tokens as computed; rejected drafts are taken back later."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
+            self._num_prompt_tokens += min(max(num_prompt_left, 0), num_tokens)
+            request.num_computed_tokens += num_tokens
+            if (
+                request.structured_output_request is not None
+                and request.num_computed_tokens >= request.num_tokens
+            ):
+                output.structured_output_request_ids.append(request_id)
+
+    # What comes out of a step.
+
+    def _update_request(
+        self, request: Request, result: ModelRunnerOutput, num_drafts: int
+    ) -> EngineCoreOutput | None:
+        request_id = request.request_id
+        if request.num_computed_tokens < request.num_tokens:
+            # A chunk of a prompt; what the worker says of it is no output.
+            return None
+        batch_idx = result.req_id_to_index.get(request_id)
+        token_ids = [] if batch_idx is None else result.sampled_token_ids[batch_idx]
+        request.num_computed_tokens -= max(num_drafts + 1 - len(token_ids), 0)
+        is_first = request.num_output_tokens == 0
+        commit = self._decide_commit(request, result, token_ids)
+        if commit.num_kept < len(token_ids):
+            token_ids = token_ids[: commit.num_kept]
+        request.append_output_token_ids(token_ids)
+        self._num_generation_tokens += len(token_ids)
+        logprobs = None
+        if (
+            token_ids
+            and batch_idx is not None
+            and result.logprobs is not None
+            and request.sampling_params.num_logprobs is not None
+        ):
+            logprobs = result.logprobs.slice_request(batch_idx, len(token_ids))
+        output = EngineCoreOutput(
+            request_id,
+            token_ids,
+            new_logprobs=logprobs,
+            # A request that is computed again has already told them.
+            new_prompt_logprobs=(
+                result.prompt_logprobs_dict.get(request_id) if is_first else None
+            ),
+            events=request.take_events(),
+            num_cached_tokens=request.num_cached_tokens,
+            error=commit.error,
+        )
+        if commit.status is not None:
+            request.stop_reason = output.stop_reason = commit.stop_reason
+            output.finish_reason = FINISH_REASONS[commit.status]
+            self._release(request, commit.status)
+        return output
+
+    def _decide_commit(
+        self, request: Request, result: ModelRunnerOutput, token_ids: list[int]
+    ) -> Commit:
+        error = None
+        if result.num_nans_in_logits.get(request.request_id):
+            self._num_corrupted_reqs += 1
+            # Nobody shall find its blocks: their content is not to be trusted.
+            request.num_computed_tokens = 0
+            error = "the model's logits are not numbers (NaN)"
+        elif not token_ids:
+            error = "the model gave no token"
+        if error is not None:
+            return Commit(0, RequestStatus.FINISHED_ERROR, error=error)
+        return decide_commit(
+            request, token_ids, self._vocab_size, self._grammar_manager
+        )
+
+    # How requests end.
+
+    def _check_can_run(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise VLLMValidationError(
+                f"request id {request.request_id} is already in use",
+                parameter="request_id",
+                value=request.request_id,
+            )
+        num_tokens = request.num_prompt_tokens
+        limits = [
+            (self.max_model_len, "the model's maximum length"),
+            (self.kv_cache_manager.capacity_tokens, "the KV cache's size"),
+        ]
+        if not self._enable_chunked_prefill:
+            limits.append(
+                (
+                    self.max_num_batched_tokens,
+                    "max_num_batched_tokens, without chunked prefill",
+                )
+            )
+        for limit, name in limits:
+            if num_tokens > limit:
+                raise VLLMValidationError(
+                    f"the prompt has {num_tokens} tokens, more than {limit}, {name}",
+                    parameter="prompt",
+                    value=num_tokens,
+                )
+        if num_tokens == 0:
+            raise VLLMValidationError("the prompt is empty", parameter="prompt")
+
+    def _fail_for_size(self, request: Request) -> None:
+        self._fail(
+            request,
+            f"the request has {request.num_tokens} tokens and needs more room than the "
+            f"KV cache has ({self.kv_cache_manager.capacity_tokens} tokens)",
+        )
+
+    def _fail(
+        self,
+        request: Request,
+        message: str,
+        parameter: str | None = None,
+        *,
+        is_client_error: bool = False,
+    ) -> None:
+        """End a request with an error that the next outputs bring."""
+        status = RequestStatus.FINISHED_ERROR
+        self._pending_outputs.append(
+            EngineCoreOutput(
+                request.request_id,
+                [],
+                finish_reason=FINISH_REASONS[status],
+                events=request.take_events(),
+                num_cached_tokens=max(request.num_cached_tokens, 0),
+                error=message,
+                error_parameter=parameter,
+                is_client_error=is_client_error,
+            )
+        )
+        self._finish(request, status)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """End a request wherever it is."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        self.waiting.remove(request)
+        self.waiting_for_grammar.pop(request.request_id, None)
+        self._release(request, status)
+
+    def _release(self, request: Request, status: RequestStatus) -> None:
+        """Give a request's blocks and row back; the caller takes it off its list."""
+        if request.status is RequestStatus.RUNNING:
+            self._finished_req_ids.add(request.request_id)
+        self.kv_cache_manager.free(request)
+        request.status = status
+        del self.requests[request.request_id]
+        self._is_report_due = True
+
+    def _has_ends_to_report(self) -> bool:
+        return (
+            bool(self._finished_req_ids or self._pending_outputs) or self._is_report_due
+        )
+
+
+def _is_compiled(request: Request) -> bool:
+    """Whether a request waits for its grammar no longer."""
+    state = request.structured_output_request
+    assert state is not None, f"{request.request_id} waits for no grammar"
+    return state.is_grammar_ready or state.error is not None
