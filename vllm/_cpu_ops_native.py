@@ -20,8 +20,8 @@ LANES = 16
 
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 
-# name -> argument types (pointer, integer, float) and, after a colon, the result's. Short
-# functions keep Python's lock: giving it away could cost a whole switch interval.
+# name -> argument types (pointer, integer, float) and, after a colon, the result's.
+# Short functions keep Python's lock: giving it away could cost a switch interval.
 _SHORT = {
     "vllm_isa_level": ":i",
     "vllm_packed_size": "ii:i",

@@ -1,4 +1,4 @@
-"""The meaning of the CPU operators, in plain torch: for tests, and where none are built.
+"""The meaning of the CPU operators in torch: for tests, and where none are built.
 
 Functions and arguments are those of `_custom_ops`.
 """
@@ -89,7 +89,7 @@ def paged_attention(
     for batch_idx, seq_len in enumerate(seq_lens.tolist()):
         start, end = query_start_loc[batch_idx : batch_idx + 2].tolist()
         blocks = block_table[batch_idx, : -(-seq_len // block_size)]
-        # [num_kv_heads, seq_len, head_size]
+        # Each becomes [num_kv_heads, seq_len, head_size].
         k, v = (
             x[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len, :head_size]
             for x in (keys, values)

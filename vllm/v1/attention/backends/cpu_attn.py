@@ -1,0 +1,53 @@
+"""Attention by the compiled CPU operators: float32, over the pages, nothing gathered.
+
+A query token's result has the same bits whatever chunk or batch it is computed in.
+"""
+
+import torch
+
+from vllm import _custom_ops as ops
+from vllm.exceptions import UnsupportedError
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
+
+
+class CPUAttentionBackend(AttentionBackend):
+    name = "CPU_ATTN"
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Return the shape; a block's keys are stored transposed inside it."""
+        if block_size % 16:
+            raise UnsupportedError(
+                f"the CPU needs a block size that is a multiple of 16, got {block_size}"
+            )
+        return ops.cpu_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def write_kv_cache(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        ops.reshape_and_cache(key, value, kv_cache, slot_mapping)
+
+    @staticmethod
+    def attend(
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        ops.paged_attention(
+            query,
+            kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale,
+            out,
+            metadata.is_causal,
+        )
