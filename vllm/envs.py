@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     VLLM_ENABLE_V1_MULTIPROCESSING: bool
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int
+    VLLM_HTTP_MAX_BODY_BYTES: int
+    VLLM_SERVER_DEV_MODE: bool
+    VLLM_SHUTDOWN_GRACE: float
     VLLM_MAX_N_SEQUENCES: int
     VLLM_MAX_STOP_STRINGS: int
     VLLM_MAX_COMPLETION_PROMPTS: int
@@ -101,6 +104,11 @@ _READERS: dict[str, Callable[[], Any]] = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _flag("VLLM_ALLOW_LONG_MAX_MODEL_LEN", False),
     # Seconds.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _integer("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", 5),
+    "VLLM_HTTP_MAX_BODY_BYTES": _integer("VLLM_HTTP_MAX_BODY_BYTES", 16 * 2**20, 1024),
+    # Endpoints that only a developer needs, such as /reset_prefix_cache.
+    "VLLM_SERVER_DEV_MODE": _flag("VLLM_SERVER_DEV_MODE", False),
+    # Seconds that requests in flight are given when the server is told to stop.
+    "VLLM_SHUTDOWN_GRACE": _number("VLLM_SHUTDOWN_GRACE", 2.0),
     "VLLM_MAX_N_SEQUENCES": _integer("VLLM_MAX_N_SEQUENCES", 16384, 1),
     "VLLM_MAX_STOP_STRINGS": _integer("VLLM_MAX_STOP_STRINGS", 16, 1),
     "VLLM_MAX_COMPLETION_PROMPTS": _integer("VLLM_MAX_COMPLETION_PROMPTS", 1024, 1),

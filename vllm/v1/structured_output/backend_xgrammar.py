@@ -1,0 +1,147 @@
+"""Grammars by xgrammar: for what guidance refuses, or on request.
+
+xgrammar ignores some keywords of a JSON schema without an error; the tables in
+`json_schema` keep those away from it. Importing it takes seconds.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+import xgrammar
+
+from vllm.v1.structured_output.backend_types import (
+    CompiledGrammar,
+    GrammarError,
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    Vocabulary,
+    allows_only_end,
+    is_library_failure,
+)
+from vllm.v1.structured_output.grammar_spec import (
+    JSON,
+    MAX_WHITESPACE,
+    REGEX,
+    GrammarSpec,
+)
+
+MAX_ERROR_LENGTH = 400
+
+
+class XgrammarBackend(StructuredOutputBackend):
+    """Compiles in tens of milliseconds to seconds."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        tokens = [
+            b"" if token_id in vocabulary.special_token_ids else text
+            for token_id, text in enumerate(vocabulary.tokens)
+        ]
+        tokenizer_info = xgrammar.TokenizerInfo(
+            [*tokens, b""],
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.end_mark + 1,
+            stop_token_ids=[vocabulary.end_mark],
+        )
+        # The engine keeps compiled grammars itself, within its own bounds.
+        self._compiler = xgrammar.GrammarCompiler(
+            tokenizer_info, max_threads=1, cache_enabled=False
+        )
+
+    def compile_grammar(self, spec: GrammarSpec) -> "XgrammarCompiledGrammar":
+        try:
+            compiled = self._compile(spec)
+        except BaseException as error:
+            if not is_library_failure(error):
+                raise
+            reason = _to_sentence(str(error))
+            raise GrammarError(
+                f"xgrammar could not compile the constraint: {reason}"
+            ) from error
+        grammar = XgrammarGrammar(compiled, self._vocabulary, ())
+        words = grammar.compute_mask_words()
+        if not words.any():
+            raise GrammarError("no text satisfies the constraint")
+        if grammar.is_terminated():
+            raise GrammarError("the constraint allows no text but the empty one")
+        return XgrammarCompiledGrammar(compiled, self._vocabulary)
+
+    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        if spec.kind == REGEX:
+            return self._compiler.compile_regex(spec.text)
+        if spec.kind != JSON:
+            return self._compiler.compile_grammar(spec.text)
+        if spec.whitespace_pattern is None:
+            return self._compiler.compile_json_schema(
+                spec.text, any_whitespace=False, separators=(",", ":")
+            )
+        return self._compiler.compile_json_schema(
+            spec.text, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE
+        )
+
+
+class XgrammarCompiledGrammar(CompiledGrammar):
+    """A compiled grammar; each request gets a matcher over it."""
+
+    def __init__(
+        self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary
+    ) -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self.num_bytes = int(compiled.memory_size_bytes)
+
+    def create_grammar(self, stop_token_ids: Collection[int]) -> "XgrammarGrammar":
+        return XgrammarGrammar(self._compiled, self._vocabulary, stop_token_ids)
+
+
+class XgrammarGrammar(StructuredOutputGrammar):
+    """One xgrammar matcher."""
+
+    def __init__(
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        vocabulary: Vocabulary,
+        stop_token_ids: Collection[int],
+    ) -> None:
+        super().__init__(vocabulary, stop_token_ids)
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        # Whether nothing can follow is read from a mask, once for each state.
+        self._closed: bool | None = None
+
+    def compute_mask_words(self) -> np.ndarray:
+        """Return the mask of the first token, with the end mark."""
+        words = np.empty((1, self.vocabulary.num_mask_words), dtype=np.int32)
+        self._matcher.fill_next_token_bitmask(torch.from_numpy(words))
+        return words[0]
+
+    def _accept_text(self, token_id: int) -> bool:
+        self._closed = None
+        # An empty token is a special one to xgrammar, and it says so on stderr.
+        if token_id in self.vocabulary.special_token_ids:
+            return False
+        return bool(self._matcher.accept_token(token_id))
+
+    def _rollback_text(self, num_tokens: int) -> None:
+        self._closed = None
+        self._matcher.rollback(num_tokens)
+
+    def _may_end(self) -> bool:
+        return self.failure is None and bool(self._matcher.is_completed())
+
+    def _is_closed(self) -> bool:
+        if self._closed is None:
+            self._closed = self._may_end() and allows_only_end(
+                self.compute_mask_words(), self.vocabulary
+            )
+        return self._closed
+
+    def _compute_words(self) -> np.ndarray | None:
+        return self.compute_mask_words()
+
+
+def _to_sentence(message: str) -> str:
+    """Drop the library's own source position, which opens its messages."""
+    _, _, sentence = message.rpartition(".cc:")
+    _, separator, rest = sentence.partition(": ")
+    return (rest if separator else sentence).strip()[:MAX_ERROR_LENGTH]

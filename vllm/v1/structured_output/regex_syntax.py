@@ -1,0 +1,148 @@
+"""What a regular expression may hold, checked without compiling it."""
+
+import re
+
+MAX_REGEX_LENGTH = 10_000
+MAX_REGEX_DEPTH = 100
+MAX_REGEX_REPEAT = 100_000
+
+_REPEAT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_ASSERTION_ESCAPES = frozenset("bBAZzG")
+
+
+def describe_regex_fault(pattern: str) -> str | None:
+    """Return what no grammar can enforce or what is malformed in a pattern, or None.
+
+    Brackets are matched and the constructs without a regular meaning are found: look
+    around, word boundaries and back references. The rest is the compiler's to judge.
+    """
+    if len(pattern) > MAX_REGEX_LENGTH:
+        return f"is longer than {MAX_REGEX_LENGTH} characters"
+    depth = 0
+    position = 0
+    while position < len(pattern):
+        char = pattern[position]
+        fault = None
+        if char == "\\":
+            fault = _describe_escape_fault(pattern[position + 1 : position + 2])
+            position += 1
+        elif char == "[":
+            position = _find_class_end(pattern, position)
+            fault = "has an unclosed [" if position < 0 else None
+        elif char == "(":
+            depth += 1
+            fault = _describe_group_fault(pattern, position, depth)
+        elif char == ")":
+            depth -= 1
+            fault = "has an unmatched )" if depth < 0 else None
+        elif char == "{":
+            fault = _describe_repeat_fault(pattern, position)
+        if fault is not None:
+            return fault
+        position += 1
+    return "has an unclosed (" if depth else None
+
+
+def is_fully_anchored(pattern: str) -> bool:
+    """Whether a pattern matches whole strings only, in a form that is easy to see."""
+    return (
+        pattern.startswith("^")
+        and pattern.endswith("$")
+        and not pattern.endswith("\\$")
+        and not has_inner_anchor(pattern[1:-1])
+        and not has_top_level_alternation(pattern)
+    )
+
+
+def has_inner_anchor(pattern: str) -> bool:
+    """Whether ^ or $ stands outside of character classes and escapes."""
+    return any(char in "^$" for char, _ in _plain_characters(pattern))
+
+
+def has_top_level_alternation(pattern: str) -> bool:
+    """Whether | stands outside of every group, class and escape."""
+    return any(char == "|" and depth == 0 for char, depth in _plain_characters(pattern))
+
+
+def escape_regex(text: str) -> str:
+    """Return a pattern that matches exactly `text`."""
+    return re.sub(r"([\\.^$*+?{}\[\]|()\-&~#/])", r"\\\1", text)
+
+
+def _plain_characters(pattern: str) -> list[tuple[str, int]]:
+    """Characters that are not escaped and not in a class, with their group depth."""
+    found = []
+    depth = position = 0
+    while position < len(pattern):
+        char = pattern[position]
+        if char == "\\":
+            position += 2
+            continue
+        if char == "[":
+            position = max(_find_class_end(pattern, position), position)
+        elif char == "(":
+            depth += 1
+        elif char == ")":
+            depth -= 1
+        else:
+            found.append((char, depth))
+        position += 1
+    return found
+
+
+def _describe_escape_fault(escaped: str) -> str | None:
+    if not escaped:
+        return "ends in a lone backslash"
+    if escaped in "123456789k":
+        return "has a back reference, which a grammar cannot enforce"
+    if escaped in _ASSERTION_ESCAPES:
+        return f"has the assertion \\{escaped}, which a grammar cannot enforce"
+    return None
+
+
+def _describe_group_fault(pattern: str, start: int, depth: int) -> str | None:
+    if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), start):
+        return "has a lookaround, which a grammar cannot enforce"
+    if pattern.startswith("(?P=", start):
+        return "has a back reference, which a grammar cannot enforce"
+    if depth > MAX_REGEX_DEPTH:
+        return f"nests groups deeper than {MAX_REGEX_DEPTH}"
+    return None
+
+
+def _describe_repeat_fault(pattern: str, start: int) -> str | None:
+    repeat = _REPEAT.match(pattern, start)
+    bounds = [text for text in repeat.groups() if text] if repeat else []
+    if any(len(text) > 6 or int(text) > MAX_REGEX_REPEAT for text in bounds):
+        return f"repeats more than {MAX_REGEX_REPEAT} times"
+    return None
+
+
+def _find_class_end(pattern: str, start: int) -> int:
+    """Position of the ] that closes the [ at `start`, or -1."""
+    position = start + 1
+    if pattern.startswith("^", position):
+        position += 1
+    # A ] in the first place is a member of the class.
+    if pattern.startswith("]", position):
+        position += 1
+    while position < len(pattern):
+        char = pattern[position]
+        if char == "\\":
+            position += 2
+            continue
+        if char == "]":
+            return position
+        if char == "[":
+            inner = _find_posix_end(pattern, position)
+            position = inner if inner > 0 else position
+        position += 1
+    return -1
+
+
+def _find_posix_end(pattern: str, start: int) -> int:
+    """Position of the last ] of [:name:] at `start`, or -1."""
+    if not pattern.startswith("[:", start):
+        return -1
+    end = pattern.find(":]", start)
+    return end + 1 if end > 0 else -1
