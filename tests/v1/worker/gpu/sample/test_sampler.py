@@ -1,0 +1,315 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
+from vllm.v1.worker.gpu.sample.sampler import Sampler, SamplingRows
+
+VOCAB_SIZE = 12
+GREEDY = {"temperature": 0.0}
+NEG_INF = float("-inf")
+
+
+class Step:
+    """A sampler with requests in its rows, and the logits of one step."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *params: SamplingParams,
+        mode: str = "raw_logprobs",
+        vocab_size: int = VOCAB_SIZE,
+        prompt: tuple[int, ...] = (0, 1),
+        output: tuple[int, ...] = (),
+    ) -> None:
+        self.device = device
+        self.sampler = Sampler(len(params), vocab_size, device, mode, seed=0)
+        tokens = [*prompt, *output]
+        for row, param in enumerate(params):
+            self.sampler.add_request(row, f"req-{row}", param, list(prompt), tokens)
+        self.sampler.apply_staged_writes()
+        self.num_tokens = len(tokens)
+        self.all_token_ids = torch.zeros(
+            (len(params), 64), dtype=torch.int32, device=device
+        )
+        self.all_token_ids[:, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        torch.manual_seed(0)
+        self.logits = torch.randn(len(params), vocab_size, device=device)
+
+    def rows(self, req_state_indices: list[int], num_rows: list[int]) -> SamplingRows:
+        idx_mapping_np = np.array(req_state_indices, dtype=np.int32)
+        cu_num_logits_np = prefix_sum(np.array(num_rows, dtype=np.int32))
+        cu_num_logits = torch.from_numpy(cu_num_logits_np).to(self.device)
+        layout = BatchLayout(
+            cu_num_logits_np=cu_num_logits_np,
+            cu_num_logits=cu_num_logits,
+            query_start_loc=cu_num_logits,
+            num_scheduled_tokens_np=np.ones_like(idx_mapping_np),
+            num_draft_tokens_per_req=None,
+            num_bonus_tokens=1,
+            draft_budget=0,
+        )
+        local_pos = [place for count in num_rows for place in range(count)]
+        local_pos = torch.tensor(local_pos, dtype=torch.int32, device=self.device)
+        owners = torch.from_numpy(np.repeat(idx_mapping_np, num_rows)).to(self.device)
+        return SamplingRows(
+            idx_mapping_np=idx_mapping_np,
+            expanded_idx_mapping=owners,
+            expanded_local_pos=local_pos,
+            max_local_pos=max(num_rows) - 1,
+            positions=self.num_tokens + local_pos.long(),
+            input_ids=torch.zeros_like(local_pos, dtype=torch.int64),
+            all_token_ids=self.all_token_ids,
+            layout=layout,
+        )
+
+    def run(
+        self, req_state_indices=None, num_rows=None, apply_grammar=None
+    ) -> SamplerOutput:
+        """Sample the step of the given requests, all of them by default."""
+        indices = req_state_indices
+        if indices is None:
+            indices = list(range(len(self.logits)))
+        num_rows = num_rows or [1] * len(indices)
+        owners = [i for i, n in zip(indices, num_rows, strict=True) for _ in range(n)]
+        logits = self.logits[owners].clone()
+        return self.sampler(logits, self.rows(indices, num_rows), apply_grammar)
+
+
+def _tokens(output: SamplerOutput) -> list[int]:
+    return output.sampled_token_ids.squeeze(1).tolist()
+
+
+MIXED = [
+    SamplingParams(**GREEDY),
+    SamplingParams(seed=1, logprobs=2),
+    SamplingParams(seed=2, temperature=0.7, top_k=4, top_p=0.9),
+    SamplingParams(**GREEDY, repetition_penalty=1.8, logprobs=0),
+    SamplingParams(seed=3, logit_bias={3: 2.0}, min_p=0.05),
+    SamplingParams(**GREEDY, bad_words_token_ids=[[4], [5, 6]], logprobs=5),
+    SamplingParams(seed=4, allowed_token_ids=[1, 7, 9], frequency_penalty=0.5),
+    SamplingParams(**GREEDY, min_tokens=9, all_stop_token_ids=[2, 8]),
+    SamplingParams(seed=5, logprobs=3, logprob_token_ids=[6, 0]),
+]
+
+
+def test_every_request_of_a_mixed_batch_is_sampled_as_if_alone(device):
+    step = Step(device, *MIXED, vocab_size=300, output=(5, 3, 5))
+    order = [4, 0, 8, 2, 6, 1, 7, 3, 5]
+    together = step.run(order)
+    for batch_idx, row in enumerate(order):
+        alone = step.run([row])
+        assert _tokens(alone)[0] == _tokens(together)[batch_idx]
+        if MIXED[row].num_logprobs is None:
+            continue
+        lists = together.logprobs_tensors.to_cpu_nonblocking().tolists()
+        mine = lists.slice_request(batch_idx, 1)
+        num_columns = 1 + MIXED[row].num_logprobs
+        expected = alone.logprobs_tensors
+        ids = expected.logprob_token_ids[:, :num_columns].tolist()
+        assert mine.logprob_token_ids[:, :num_columns].tolist() == ids
+        values = expected.logprobs[:, :num_columns].cpu().numpy()
+        np.testing.assert_array_equal(mine.logprobs[:, :num_columns], values)
+
+
+def test_rows_of_logprobs_exist_only_for_requests_that_asked(device):
+    step = Step(
+        device,
+        SamplingParams(**GREEDY),
+        SamplingParams(**GREEDY, logprobs=2),
+        SamplingParams(**GREEDY),
+        SamplingParams(**GREEDY, logprobs=0),
+    )
+    tensors = step.run().logprobs_tensors
+    assert tensors.logprobs.shape == (2, 3)
+    assert tensors.cu_num_generated_tokens == [0, 0, 1, 1, 2]
+    sampled = tensors.logprob_token_ids[:, 0].tolist()
+    assert sampled == step.logits[[1, 3]].argmax(dim=-1).tolist()
+
+
+def test_without_a_wish_for_logprobs_there_are_none(device):
+    step = Step(device, SamplingParams(**GREEDY), SamplingParams(**GREEDY, logprobs=0))
+    assert step.run([0]).logprobs_tensors is None
+    assert step.run([0, 1], [1, 0]).logprobs_tensors is None
+
+
+def test_a_prefill_chunk_owns_no_row_and_gets_no_token(device):
+    params = SamplingParams(**GREEDY, logprobs=0)
+    step = Step(device, *[params] * 4)
+    output = step.run([0, 1, 2, 3], [0, 1, 1, 0])
+    best = step.logits.argmax(dim=-1).tolist()
+    assert _tokens(output) == [-1, best[1], best[2], -1]
+    assert output.num_sampled.tolist() == [0, 1, 1, 0]
+    assert output.logprobs_tensors.cu_num_generated_tokens == [0, 0, 1, 2, 2]
+
+
+def test_a_step_of_prefill_chunks_alone_samples_nothing(device):
+    step = Step(device, SamplingParams(logprobs=1))
+    output = step.run([0], [0])
+    assert _tokens(output) == [-1]
+    assert output.num_sampled.tolist() == [0]
+    assert output.logprobs_tensors is None
+
+
+def _editing_params(**kwargs) -> SamplingParams:
+    return SamplingParams(
+        seed=1,
+        temperature=0.5,
+        top_k=3,
+        logit_bias={5: 3.0},
+        repetition_penalty=1.5,
+        bad_words_token_ids=[[7]],
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("num_silent", [0, 1])
+def test_raw_logprobs_are_the_models_own(num_silent, device):
+    wishes = [SamplingParams(seed=1)] * num_silent + [_editing_params(logprobs=-1)]
+    step = Step(device, *wishes)
+
+    def apply_grammar(logits: torch.Tensor) -> None:
+        logits[:, 9:] = NEG_INF
+
+    tensors = step.run(apply_grammar=apply_grammar).logprobs_tensors
+    expected = step.logits[-1:].log_softmax(dim=-1)
+    actual = torch.full_like(expected, torch.nan)
+    actual.scatter_(1, tensors.logprob_token_ids.long(), tensors.logprobs)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_raw_logits_are_the_models_own(device):
+    step = Step(device, _editing_params(logprobs=3), mode="raw_logits")
+    tensors = step.run().logprobs_tensors
+    expected = step.logits.gather(1, tensors.logprob_token_ids.long())
+    assert torch.equal(tensors.logprobs, expected)
+
+
+def test_processed_logprobs_are_what_the_token_was_drawn_from(device):
+    params = SamplingParams(seed=1, temperature=0.5, top_k=2, logprobs=3)
+    step = Step(device, params, mode="processed_logprobs")
+    tensors = step.run().logprobs_tensors
+    top = step.logits.topk(2).values[0] / 0.5
+    expected = top.log_softmax(dim=-1).tolist() + [NEG_INF]
+    assert tensors.logprobs[0, 1:].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_processed_logits_are_what_the_softmax_saw(device):
+    params = SamplingParams(seed=1, temperature=0.5, logprobs=1)
+    step = Step(device, params, mode="processed_logits")
+    value = step.run().logprobs_tensors.logprobs[0, 1].item()
+    assert value == pytest.approx(step.logits.max().item() / 0.5)
+
+
+def test_the_effects_work_in_the_documented_order(device):
+    # The bias brings token 3 to 8, the repetition penalty halves it, the temperature
+    # doubles it; the penalty would not change a bias that came later.
+    params = SamplingParams(
+        seed=1,
+        temperature=0.5,
+        repetition_penalty=2.0,
+        logit_bias={3: 6.0},
+        logprobs=-1,
+    )
+    step = Step(device, params, mode="processed_logits", output=(3,))
+    step.logits[0] = 2.0
+    processed = step.sampler.apply_sampling_params(step.logits, step.rows([0], [1]))
+    assert processed[0, 3] == 8.0
+    # 0 and 1 are in the prompt.
+    assert processed[0, :3].tolist() == [2.0, 2.0, 4.0]
+    assert step.logits.unique().tolist() == [2.0]
+
+
+def test_top_p_looks_at_the_distribution_after_temperature_and_min_p(device):
+    probabilities = [0.4, 0.3, 0.15, 0.1, 0.05]
+    params = SamplingParams(seed=1, min_p=0.2, top_p=0.8)
+    step = Step(device, params, vocab_size=5)
+    step.logits[0] = torch.tensor(probabilities).log()
+    processed = step.sampler.apply_sampling_params(step.logits, step.rows([0], [1]))
+    # min_p drops 0.05; 0.7 / 0.95 < 0.8, 0.85 / 0.95 >= 0.8.
+    assert processed.isneginf().tolist() == [[False, False, False, True, True]]
+
+
+def test_the_grammar_mask_binds_a_biased_token(device):
+    step = Step(device, SamplingParams(**GREEDY, logit_bias={4: 100.0}))
+
+    def apply_grammar(logits: torch.Tensor) -> None:
+        logits[:, 4] = NEG_INF
+
+    assert _tokens(step.run(apply_grammar=apply_grammar)) != [4]
+
+
+def test_a_row_that_nothing_is_left_of_gives_minus_one_and_leaves_its_neighbour(device):
+    params = [SamplingParams(seed=1, logprobs=1), SamplingParams(seed=2)]
+    step = Step(device, *params)
+    neighbour = _tokens(step.run([1]))[0]
+    step.logits[0] = torch.nan
+    assert _tokens(step.run()) == [-1, neighbour]
+
+
+def test_several_rows_of_a_request_see_the_drafts_before_them(device):
+    params = SamplingParams(
+        seed=1,
+        frequency_penalty=1.0,
+        bad_words_token_ids=[[6, 2]],
+        min_tokens=2,
+        all_stop_token_ids=[11],
+    )
+    step = Step(device, SamplingParams(seed=1), params)
+    rows = step.rows([0, 1], [1, 3])
+    # Drafts 6 and 4 stand before the second and the third row.
+    rows.input_ids[2], rows.input_ids[3] = 6, 4
+    logits = torch.zeros(4, VOCAB_SIZE, device=device)
+    processed = step.sampler.apply_sampling_params(logits, rows)
+    expected = torch.zeros(4, VOCAB_SIZE)
+    expected[2:, 6] = -1
+    expected[3, 4] = -1
+    expected[2, 2] = NEG_INF
+    expected[1:3, 11] = NEG_INF
+    assert torch.equal(processed.cpu(), expected)
+
+
+def test_committed_tokens_are_penalised_in_the_next_step(device):
+    step = Step(device, SamplingParams(**GREEDY, presence_penalty=2.0))
+    step.logits[0] = 0.0
+    step.logits[0, 5] = 1.0
+    output = step.run()
+    assert _tokens(output) == [5]
+    idx_mapping = torch.zeros(1, dtype=torch.int32, device=device)
+    step.sampler.post_update(idx_mapping, output)
+    assert _tokens(step.run()) == [0]
+
+
+def test_a_seeded_request_resumes_with_the_same_tokens(device):
+    params = SamplingParams(seed=9, presence_penalty=0.5, bad_words_token_ids=[[3, 4]])
+    step = Step(device, params, vocab_size=500)
+    first = step.run()
+    token = _tokens(first)[0]
+    step.sampler.post_update(torch.zeros(1, dtype=torch.int32, device=device), first)
+    step.all_token_ids[0, step.num_tokens] = token
+    step.num_tokens += 1
+    resumed = Step(device, params, vocab_size=500, output=(token,))
+    assert _tokens(step.run()) == _tokens(resumed.run())
+
+
+def test_nans_are_counted_where_asked(device, monkeypatch):
+    params = [SamplingParams(**GREEDY)] * 3
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    step = Step(device, *params)
+    step.logits[1, 2:4] = torch.nan
+    assert step.run([0, 1, 2], [1, 1, 0]).num_nans.tolist() == [0, 2, 0]
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "0")
+    assert Step(device, *params).run().num_nans is None
+
+
+def test_logprob_of_the_sampled_token_is_finite_for_a_certain_token(device):
+    step = Step(device, SamplingParams(**GREEDY, logprobs=0))
+    step.logits[0] = NEG_INF
+    step.logits[0, 3] = 2.0
+    tensors = step.run().logprobs_tensors
+    assert math.isclose(tensors.logprobs.item(), 0.0, abs_tol=1e-6)
+    assert tensors.selected_token_ranks.tolist() == [1]
