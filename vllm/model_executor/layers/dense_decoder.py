@@ -1,0 +1,268 @@
+"""The decoder that the dense families share: pre-norm blocks on a residual stream."""
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.embedding import VocabEmbedding
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.transformers_utils.config import HfConfig
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotary embedding and attention of one layer.
+
+    Args:
+        layer_name: of the attention, as its cache is named.
+        has_qk_norm: normalise each query and key head before it is rotated.
+    """
+
+    def __init__(
+        self,
+        config: HfConfig,
+        layer_name: str,
+        rotary: RotaryEmbedding,
+        backend: type[AttentionBackend],
+        dtype: torch.dtype,
+        *,
+        has_qk_norm: bool,
+    ) -> None:
+        super().__init__()
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_dim = config.head_dim
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        self.split_sizes = (q_size, kv_size, kv_size)
+        self.head_dim = head_dim
+        self.qkv_proj = Linear(
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=config.attention_bias,
+            dtype=dtype,
+        )
+        self.o_proj = Linear(
+            q_size,
+            {"o_proj": config.hidden_size},
+            bias=config.attention_out_bias,
+            dtype=dtype,
+        )
+        self.q_norm = self.k_norm = None
+        if has_qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, "q_norm", dtype)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, "k_norm", dtype)
+        self.rotary = rotary
+        self.attn = Attention(
+            layer_name, num_heads, head_dim, head_dim**-0.5, num_kv_heads, backend
+        )
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, hidden_size] of x [T, hidden_size] at positions [T]."""
+        q, k, v = self.qkv_proj(x).split(self.split_sizes, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.forward_in_place(q.unflatten(-1, (-1, self.head_dim)))
+            self.k_norm.forward_in_place(k.unflatten(-1, (-1, self.head_dim)))
+        self.rotary(positions, q, k)
+        return self.o_proj(self.attn(q, k, v))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm of the residual stream."""
+
+    def __init__(
+        self,
+        config: HfConfig,
+        layer_name: str,
+        rotary: RotaryEmbedding,
+        backend: type[AttentionBackend],
+        dtype: torch.dtype,
+        *,
+        has_qk_norm: bool,
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, "input_layernorm", dtype)
+        self.self_attn = SelfAttention(
+            config,
+            f"{layer_name}.self_attn.attn",
+            rotary,
+            backend,
+            dtype,
+            has_qk_norm=has_qk_norm,
+        )
+        self.post_attention_layernorm = RMSNorm(
+            size, eps, "post_attention_layernorm", dtype
+        )
+        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, dtype)
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer.
+
+        Args:
+            positions: [T] int64.
+            x: [T, hidden_size], what the layer before adds to the residual stream.
+            residual: [T, hidden_size], changed in place; None in the first layer, where
+                x is the stream itself.
+
+        Returns:
+            What this layer adds to the stream, and the stream without it.
+        """
+        if residual is None:
+            residual, x = x, self.input_layernorm(x)
+        else:
+            self.input_layernorm.forward_with_residual(x, residual)
+        x = self.self_attn(positions, x)
+        self.post_attention_layernorm.forward_with_residual(x, residual)
+        return self.mlp(x), residual
+
+
+class DenseDecoder(nn.Module):
+    """Embedding, layers and final norm; also what a drafter taps on the way."""
+
+    def __init__(
+        self,
+        config: HfConfig,
+        num_positions: int,
+        backend: type[AttentionBackend],
+        dtype: torch.dtype,
+        *,
+        has_qk_norm: bool,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(
+            config.vocab_size, config.hidden_size, "embed_tokens", dtype
+        )
+        rotary = RotaryEmbedding(config, num_positions)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config,
+                f"model.layers.{layer_idx}",
+                rotary,
+                backend,
+                dtype,
+                has_qk_norm=has_qk_norm,
+            )
+            for layer_idx in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", dtype)
+        self.tap_layer_ids: tuple[int, ...] = ()
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return hidden states [T, hidden_size] after the final norm, and the taps."""
+        x, residual = self.embed_tokens(input_ids), None
+        taps = {}
+        for layer_idx, layer in enumerate(self.layers):
+            if layer_idx in self.tap_layer_ids:
+                taps[layer_idx] = _stream(x, residual)
+            x, residual = layer(positions, x, residual)
+        if len(self.layers) in self.tap_layer_ids:
+            taps[len(self.layers)] = _stream(x, residual)
+        assert residual is not None, "a decoder has at least one layer"
+        self.norm.forward_with_residual(x, residual)
+        if not self.tap_layer_ids:
+            return x
+        return x, [taps[layer_idx] for layer_idx in self.tap_layer_ids]
+
+
+class DenseCausalLM(nn.Module):
+    """A dense decoder with its output layer; the base of one architecture a file.
+
+    Args:
+        vllm_config: of the engine.
+        backend: attention on the model's device.
+    """
+
+    has_qk_norm = False
+
+    def __init__(
+        self, vllm_config: VllmConfig, backend: type[AttentionBackend]
+    ) -> None:
+        super().__init__()
+        model_config = vllm_config.model_config
+        config = model_config.hf_config
+        self.dtype = getattr(torch, model_config.dtype)
+        self.model = DenseDecoder(
+            config,
+            max(model_config.max_model_len, config.max_position_embeddings),
+            backend,
+            self.dtype,
+            has_qk_norm=self.has_qk_norm,
+        )
+        is_tied = config.tie_word_embeddings
+        self.lm_head = Linear(
+            config.hidden_size,
+            {"lm_head": config.vocab_size},
+            bias=False,
+            dtype=self.dtype,
+            tied_weight=self.model.embed_tokens.weight if is_tied else None,
+        )
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the decoder.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64, absolute.
+
+        Returns:
+            [T, hidden_size] after the final norm; with taps, a pair of it and the
+            tapped states, [T, hidden_size] each, in the order of their ids.
+        """
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return [N, vocab_size] float32 of hidden states [N, hidden_size]."""
+        return self.lm_head(hidden_states).float()
+
+    def set_aux_hidden_state_layers(self, layer_ids: tuple[int, ...]) -> None:
+        """Make `forward` return the residual stream at some layers too.
+
+        Args:
+            layer_ids: i is the stream that enters layer i, which is the output of
+                layer i - 1; the number of layers is the stream before the final norm.
+                Empty for none.
+
+        Raises:
+            ValueError: there is no such layer, or one is named twice.
+        """
+        num_layers = len(self.model.layers)
+        if len(set(layer_ids)) != len(layer_ids) or not all(
+            0 <= layer_idx <= num_layers for layer_idx in layer_ids
+        ):
+            raise ValueError(
+                f"tapped layers must be different ids in 0..{num_layers}, "
+                f"got {layer_ids}"
+            )
+        self.model.tap_layer_ids = tuple(layer_ids)
+
+    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+        """Return what each attention layer stores, by the layer's name.
+
+        Args:
+            block_size: tokens a block.
+        """
+        return {
+            module.layer_name: FullAttentionSpec(
+                block_size, module.num_kv_heads, module.head_size, self.dtype
+            )
+            for module in self.modules()
+            if isinstance(module, Attention)
+        }
+
+
+def _stream(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return the residual stream in a tensor of its own: both parts change in place."""
+    return x.clone() if residual is None else x + residual

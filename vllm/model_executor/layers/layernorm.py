@@ -1,0 +1,43 @@
+"""Root-mean-square normalisation."""
+
+import torch
+from torch import nn
+
+from vllm import _custom_ops as ops
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension.
+
+    Args:
+        size: of the last dimension.
+        eps: added to the mean square.
+        name: of the weight in the checkpoint.
+    """
+
+    def __init__(self, size: int, eps: float, name: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), False)
+        self.eps = eps
+        self.name = name
+
+    def weight_slots(self) -> dict[str, torch.Tensor]:
+        """Return checkpoint name -> where that tensor goes."""
+        return {f"{self.name}.weight": self.weight.data}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of x, in a new tensor."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def forward_in_place(self, x: torch.Tensor) -> None:
+        """Normalise x [T, num_heads, size], rows possibly strided, where it lies."""
+        ops.rms_norm(x, self.weight, self.eps, out=x)
+
+    def forward_with_residual(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add x to the residual stream and normalise the sum into x, both in place.
+
+        Args:
+            x: [T, size], the last block's output; becomes the next block's input.
+            residual: [T, size].
+        """
+        ops.fused_add_rms_norm(x, residual, self.weight, self.eps)

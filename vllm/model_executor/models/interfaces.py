@@ -1,0 +1,31 @@
+"""What the runner and the drafters expect of a model."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+
+@runtime_checkable
+class CausalLM(Protocol):
+    """A model that predicts the next token."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return hidden states [T, hidden_size], and the taps if any are set."""
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return [N, vocab_size] float32."""
+
+    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+        """Return layer name -> what it stores."""
+
+
+@runtime_checkable
+class SupportsTaps(Protocol):
+    """A model whose inner states a drafter can read."""
+
+    def set_aux_hidden_state_layers(self, layer_ids: tuple[int, ...]) -> None:
+        """Make the forward pass return the stream that enters these layers."""
