@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/compare_transformers.py
 
-Each engine lives in a process of its own; the rounds of the settings are interleaved, so
-that what else the machine does meets all of them; the figures are medians. Both compute
-in float32 from the same GGUF file, greedily, and every answer has its full length.
+Each engine lives in a process of its own; the rounds of the settings are interleaved,
+so that what else the machine does meets all of them; the figures are medians. Both
+compute in float32 from the same GGUF file, greedily, and every answer has its full
+length.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/host_overhead.py
 
-32 requests run on the embedded model, in process. Once all of them decode, the parts of
-each step are timed. What is neither the forward pass nor the sampler counts as host work,
-also what no named part covers.
+32 requests run on the embedded model, in process. Once all of them decode, the parts
+of each step are timed. What is neither the forward pass nor the sampler counts as host
+work, also what no named part covers.
 """
 
 import argparse

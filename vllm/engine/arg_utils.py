@@ -185,9 +185,9 @@ class EngineArgs:
         }
         for field in fields(self):
             value = getattr(self, field.name)
-            is_plain = isinstance(field.type, type)
-            kind = field.type.__name__ if is_plain else str(field.type)
-            kind = kind.replace("typing.", "")
+            kind = str(getattr(field.type, "__name__", field.type))
+            if kind not in allowed:
+                kind = str(field.type).replace("typing.", "")
             wrong_bool = isinstance(value, bool) and kind != "bool"
             if wrong_bool or not isinstance(value, allowed[kind]):
                 raise _invalid(field.name, f"must be of type {kind}", value)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from vllm import envs
-from vllm.exceptions import UnsupportedError, VLLMValidationError
+from vllm.exceptions import EngineDeadError, UnsupportedError, VLLMValidationError
 from vllm.utils.suggestions import did_you_mean
 from vllm.version import __version__
 
@@ -54,7 +54,7 @@ def run_command(
     run: Callable[[Sequence[str]], int] = import_module(commands[name][0]).run
     try:
         return run(argv[1:])
-    except (UnsupportedError, VLLMValidationError, OSError) as error:
+    except (EngineDeadError, UnsupportedError, VLLMValidationError, OSError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130

@@ -41,4 +41,5 @@ def run(argv: Sequence[str]) -> int:
     # It loads the web framework: seconds that a wrong command line need not cost.
     from vllm.entrypoints.openai.api_server import run_server
 
-    return run_server(args) or 0
+    run_server(args)
+    return 0
