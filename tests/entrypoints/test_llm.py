@@ -48,7 +48,9 @@ class FakeEngine:
     def step(self):
         request_id = self.pending.pop()
         answer = CompletionOutput(0, f"to {request_id}", [1, 2], finish_reason="stop")
-        return [RequestOutput(request_id, None, [5], None, [answer], finished=True)]
+        (prompt,) = (one[1] for one in self.added if one[0] == request_id)
+        text = prompt.get("prompt") if isinstance(prompt, dict) else None
+        return [RequestOutput(request_id, text, [5], None, [answer], finished=True)]
 
 
 @pytest.fixture
@@ -170,7 +172,9 @@ def test_a_chat_is_rendered_without_a_second_set_of_special_tokens(llm, engine):
     (output,) = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
     text = "<user>hi<assistant>"
     assert output.prompt == text
-    assert prompts_of(engine) == [{"prompt_token_ids": [len(text), False]}]
+    assert prompts_of(engine) == [
+        {"prompt": text, "prompt_token_ids": [len(text), False]}
+    ]
 
 
 def test_several_chats_are_answered_in_order(llm):

@@ -10,14 +10,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.chat_template import render_chat_template
+from vllm.v1.engine.input_processor import Prompt
 from vllm.v1.engine.llm_engine import LLMEngine
 
 if TYPE_CHECKING:
     from vllm.transformers_utils.tokenizer import Tokenizer
     from vllm.v1.metrics.reader import Metric
 
-# A text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
-Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 UseTqdm = bool | Callable[..., tqdm]
 
@@ -54,6 +53,8 @@ class LLM:
         """Answer each prompt.
 
         Args:
+            prompts: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
+                or several of these.
             sampling_params: one for all, or one a prompt; None is the model's default.
             use_tqdm: show progress; or what to call instead of `tqdm`.
             priority: one a prompt, lower runs earlier under the priority policy.
@@ -76,7 +77,7 @@ class LLM:
         request_ids: list[str] = []
         try:
             for prompt, one, rank in zip(
-                _progress(prompt_list, use_tqdm, "Rendering prompts"),
+                _bar(use_tqdm, prompt_list, desc="Rendering prompts"),
                 params,
                 priorities,
                 strict=True,
@@ -147,15 +148,15 @@ class LLM:
             )
             for conversation in conversations
         ]
-        # The template has written the special tokens.
-        prompts = [
-            {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        prompts: list[Prompt] = [
+            {
+                "prompt": text,
+                # The template has written the special tokens.
+                "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+            }
             for text in texts
         ]
-        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
-        return outputs
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> "Tokenizer":
         """Return the model's tokenizer."""
@@ -203,22 +204,27 @@ class LLM:
     ) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         num_answers = dict(zip(request_ids, (one.n for one in params), strict=True))
-        bar = _progress_bar(len(request_ids), use_tqdm, "Processed prompts")
         num_input_tokens = num_output_tokens = 0
-        while self.llm_engine.has_unfinished_requests():
-            for output in self.llm_engine.step():
-                if not output.finished:
-                    continue
-                finished[output.request_id] = output
-                if bar is None:
-                    continue
-                num_input_tokens += len(
-                    output.prompt_token_ids or []
-                ) * num_answers.get(output.request_id, 1)
-                num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
-                _show_speed(bar, num_input_tokens, num_output_tokens)
-        if bar is not None:
-            bar.close()
+        with _bar(
+            use_tqdm,
+            total=len(request_ids),
+            desc="Processed prompts",
+            dynamic_ncols=True,
+            postfix=_speed_text(0.0, 0.0),
+        ) as bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    if not output.finished:
+                        continue
+                    finished[output.request_id] = output
+                    num_input_tokens += (
+                        len(output.prompt_token_ids or [])
+                        * num_answers[output.request_id]
+                    )
+                    num_output_tokens += sum(
+                        len(answer.token_ids) for answer in output.outputs
+                    )
+                    _show_speed(bar, num_input_tokens, num_output_tokens)
         return [finished[request_id] for request_id in request_ids]
 
 
@@ -230,25 +236,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _progress(
-    prompts: list[Prompt], use_tqdm: UseTqdm, description: str
-) -> "Sequence[Prompt] | tqdm":
-    if not use_tqdm:
-        return prompts
-    make = tqdm if use_tqdm is True else use_tqdm
-    return make(prompts, desc=description)
-
-
-def _progress_bar(total: int, use_tqdm: UseTqdm, description: str) -> "tqdm | None":
-    if not use_tqdm:
-        return None
-    make = tqdm if use_tqdm is True else use_tqdm
-    return make(
-        total=total,
-        desc=description,
-        dynamic_ncols=True,
-        postfix=_speed_text(0.0, 0.0),
-    )
+def _bar(use_tqdm: UseTqdm, *args: Any, **kwargs: Any) -> tqdm:
+    if isinstance(use_tqdm, bool):
+        return tqdm(*args, **kwargs, disable=not use_tqdm)
+    return use_tqdm(*args, **kwargs)
 
 
 def _show_speed(bar: tqdm, num_input_tokens: int, num_output_tokens: int) -> None:
