@@ -60,7 +60,6 @@ class Step:
             idx_mapping_np=idx_mapping_np,
             expanded_idx_mapping=owners,
             expanded_local_pos=local_pos,
-            max_local_pos=max(num_rows) - 1,
             positions=self.num_tokens + local_pos.long(),
             input_ids=torch.zeros_like(local_pos, dtype=torch.int64),
             all_token_ids=self.all_token_ids,
@@ -78,6 +77,14 @@ class Step:
         owners = [i for i, n in zip(indices, num_rows, strict=True) for _ in range(n)]
         logits = self.logits[owners].clone()
         return self.sampler(logits, self.rows(indices, num_rows), apply_grammar)
+
+    def commit(self, output: SamplerOutput) -> None:
+        """Make a step's tokens, one of each request, part of the past."""
+        idx_mapping = torch.arange(len(self.logits), device=self.device)
+        self.sampler.post_update(idx_mapping.to(torch.int32), output)
+        sampled = output.sampled_token_ids[:, 0].to(torch.int32)
+        self.all_token_ids[:, self.num_tokens] = sampled
+        self.num_tokens += 1
 
 
 def _tokens(output: SamplerOutput) -> list[int]:
@@ -279,8 +286,8 @@ def test_committed_tokens_are_penalised_in_the_next_step(device):
     step.logits[0, 5] = 1.0
     output = step.run()
     assert _tokens(output) == [5]
-    idx_mapping = torch.zeros(1, dtype=torch.int32, device=device)
-    step.sampler.post_update(idx_mapping, output)
+    step.commit(output)
+    # Of the equal others the prompt's tokens are not penalised.
     assert _tokens(step.run()) == [0]
 
 
@@ -289,9 +296,7 @@ def test_a_seeded_request_resumes_with_the_same_tokens(device):
     step = Step(device, params, vocab_size=500)
     first = step.run()
     token = _tokens(first)[0]
-    step.sampler.post_update(torch.zeros(1, dtype=torch.int32, device=device), first)
-    step.all_token_ids[0, step.num_tokens] = token
-    step.num_tokens += 1
+    step.commit(first)
     resumed = Step(device, params, vocab_size=500, output=(token,))
     assert _tokens(step.run()) == _tokens(resumed.run())
 

@@ -91,8 +91,9 @@ def apply_penalties(
     logits: torch.Tensor,
     expanded_idx_mapping: torch.Tensor,
     expanded_local_pos: torch.Tensor,
+    positions: torch.Tensor,
     input_ids: torch.Tensor,
-    max_local_pos: int,
+    all_token_ids: torch.Tensor,
     state: PenaltiesState,
 ) -> None:
     """Lower the logits of tokens that were said before.
@@ -106,21 +107,23 @@ def apply_penalties(
         expanded_idx_mapping: [num_logits] int32, logit row -> request state row.
         expanded_local_pos: [num_logits] int32, how many drafts of the request stand
             before the row in this step.
+        positions: [num_logits] int64, absolute position of the token to sample.
         input_ids: [num_logits] int64, the token that the model read at the row; where
             the local position is above 0, the draft just before the token to sample.
-        max_local_pos: upper bound of expanded_local_pos, host.
+        all_token_ids: [max_num_reqs, max_model_len] int32, committed tokens.
         state: counts and penalties.
 
     Source: Keskar et al., arXiv:1909.05858 (repetition); the OpenAI API (the others).
     Twin: _apply_penalties_torch.
     """
-    impl = _apply_penalties_triton if logits.is_cuda else _apply_penalties_torch
+    impl = _apply_penalties_triton if logits.is_cuda else _apply_penalties_sparse
     impl(
         logits,
         expanded_idx_mapping,
         expanded_local_pos,
+        positions,
         input_ids,
-        max_local_pos,
+        all_token_ids,
         state,
     )
 
@@ -151,29 +154,67 @@ def _apply_penalties_torch(
     logits: torch.Tensor,
     expanded_idx_mapping: torch.Tensor,
     expanded_local_pos: torch.Tensor,
+    positions: torch.Tensor,
     input_ids: torch.Tensor,
-    max_local_pos: int,
+    all_token_ids: torch.Tensor,
     state: PenaltiesState,
 ) -> None:
+    """The meaning of the other two, over the whole vocabulary."""
     rows = expanded_idx_mapping
-    logit_idx = state.is_used.gpu[rows].nonzero().squeeze(-1)
-    counts = state.token_counts[rows[logit_idx]]
-    for distance in range(max_local_pos):
-        is_draft = expanded_local_pos[logit_idx] > distance
-        draft = input_ids[(logit_idx - distance).clamp_(min=0)].clamp(min=0)
-        counts.scatter_add_(
-            1, draft.long().unsqueeze(1), 2 * is_draft.to(counts.dtype).unsqueeze(1)
-        )
-    # Few tokens of the vocabulary were said: work on these alone.
-    seen_row, token_id = counts.nonzero(as_tuple=True)
-    owner = logit_idx[seen_row]
-    num_in_output = counts[seen_row, token_id] >> 1
-    req_state_idx = rows[owner]
+    counts = state.token_counts[rows]
+    for distance in range(int(expanded_local_pos.max())):
+        is_before = expanded_local_pos > distance
+        draft = input_ids.roll(distance).unsqueeze(1)
+        counts.scatter_add_(1, draft, 2 * is_before.to(counts.dtype).unsqueeze(1))
+    num_in_output = counts >> 1
+    repetition = state.repetition.gpu[rows].unsqueeze(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalised = torch.where(counts != 0, repeated, logits)
+    penalised -= state.frequency.gpu[rows].unsqueeze(1) * num_in_output
+    penalised -= state.presence.gpu[rows].unsqueeze(1) * (num_in_output > 0)
+    is_used = state.is_used.gpu[rows].bool().unsqueeze(1)
+    logits.copy_(torch.where(is_used, penalised, logits))
+
+
+def _apply_penalties_sparse(
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    positions: torch.Tensor,
+    input_ids: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    state: PenaltiesState,
+) -> None:
+    """Go over the tokens that were said instead of the vocabulary: the CPU path."""
+    logit_idx = state.is_used.gpu[expanded_idx_mapping].nonzero().squeeze(-1)
+    if logit_idx.numel() == 0:
+        return
+    # One pair for each row and token before it: the committed ones, then the drafts.
+    num_before = positions[logit_idx]
+    pair_row = torch.arange(len(logit_idx)).repeat_interleave(num_before)
+    pair_place = torch.arange(len(pair_row))
+    pair_place -= (num_before.cumsum(0) - num_before)[pair_row]
+    owner = logit_idx[pair_row]
+    req_state_idx = expanded_idx_mapping[owner]
+    token_id = all_token_ids[req_state_idx, pair_place].long()
+    # How far before the row a token stands; 0 is the token that the row itself read.
+    distance = num_before[pair_row] - 1 - pair_place
+    is_draft = distance < expanded_local_pos[owner]
+    draft_pairs = is_draft.nonzero().squeeze(-1)
+    token_id[draft_pairs] = input_ids[owner[draft_pairs] - distance[draft_pairs]]
+    counts = state.token_counts[req_state_idx, token_id]
+    for place in range(int(expanded_local_pos.max())):
+        is_before = expanded_local_pos[owner] > place
+        draft = input_ids[(owner - place).clamp_(min=0)]
+        counts += 2 * (is_before & (draft == token_id)).to(counts.dtype)
+
+    num_in_output = counts >> 1
     repetition = state.repetition.gpu[req_state_idx]
     seen = logits[owner, token_id]
     seen = torch.where(seen > 0, seen / repetition, seen * repetition)
     seen -= state.frequency.gpu[req_state_idx] * num_in_output
     seen -= state.presence.gpu[req_state_idx] * (num_in_output > 0)
+    # A token that was said twice is written twice, with the same value.
     logits[owner, token_id] = seen
 
 
@@ -197,8 +238,9 @@ def _apply_penalties_triton(
     logits: torch.Tensor,
     expanded_idx_mapping: torch.Tensor,
     expanded_local_pos: torch.Tensor,
+    positions: torch.Tensor,
     input_ids: torch.Tensor,
-    max_local_pos: int,
+    all_token_ids: torch.Tensor,
     state: PenaltiesState,
 ) -> None:
     num_logits, vocab_size = logits.shape

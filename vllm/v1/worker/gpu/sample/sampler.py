@@ -45,7 +45,6 @@ class SamplingRows:
         expanded_idx_mapping: [num_logits] int32, logit row -> request state row.
         expanded_local_pos: [num_logits] int32, place of the row within its request: how
             many drafts of this step stand before it.
-        max_local_pos: upper bound of expanded_local_pos, host.
         positions: [num_logits] int64, absolute position of the token to sample.
         input_ids: [num_logits] int64, the token that the model read at the row; where
             the local position is above 0, the draft just before the token to sample.
@@ -56,7 +55,6 @@ class SamplingRows:
     idx_mapping_np: np.ndarray
     expanded_idx_mapping: torch.Tensor
     expanded_local_pos: torch.Tensor
-    max_local_pos: int
     positions: torch.Tensor
     input_ids: torch.Tensor
     all_token_ids: torch.Tensor
@@ -77,19 +75,14 @@ class SamplingRows:
             batch: of the step.
             all_token_ids: [max_num_reqs, max_model_len] int32, the committed tokens.
         """
-        layout = batch.layout
-        max_num_rows = 1
-        if layout.draft_budget > 0:
-            max_num_rows = int(np.diff(layout.cu_num_logits_np).max(initial=1))
         return cls(
             batch.idx_mapping_np,
             batch.expanded_idx_mapping,
             batch.expanded_local_pos,
-            max_num_rows - 1,
             batch.sample_positions,
             batch.input_ids[batch.logits_indices],
             all_token_ids,
-            layout,
+            batch.layout,
         )
 
 
@@ -350,8 +343,9 @@ class Sampler:
                     apply_penalties,
                     expanded_idx_mapping=rows.expanded_idx_mapping,
                     expanded_local_pos=rows.expanded_local_pos,
+                    positions=rows.positions,
                     input_ids=rows.input_ids,
-                    max_local_pos=rows.max_local_pos,
+                    all_token_ids=rows.all_token_ids,
                     state=self.penalties,
                 )
             )
