@@ -195,7 +195,7 @@ class EngineCoreProc:
         }
         socket = self._context.socket(zmq.PULL)
         socket.set_hwm(0)
-        socket.connect(self._args.input_address)
+        socket.bind(self._args.input_address)
         while True:
             kind_frame, *frames = socket.recv_multipart()
             kind = EngineCoreRequestType(kind_frame)
@@ -224,7 +224,7 @@ def main() -> None:
         proc.run()
         proc.shutdown()
     except USER_ERRORS as error:
-        logger.error("%s", error)
+        logger.error("%s", StartupFailure.from_exception(error).message)
         sys.exit(1)
     except Exception:
         logger.exception("The engine core has failed")

@@ -96,8 +96,11 @@ class EngineCoreProcess:
             output_address=f"ipc://{directory}/output",
             start_time=self._start_time,
         )
-        self.input_socket = self._bind(zmq.PUSH, self._args.input_address)
-        self.output_socket = self._bind(zmq.PULL, self._args.output_address)
+        self.input_socket = self._make_socket(zmq.PUSH)
+        # The side that connects can send before the other is there, and never waits.
+        self.input_socket.connect(self._args.input_address)
+        self.output_socket = self._make_socket(zmq.PULL)
+        self.output_socket.bind(self._args.output_address)
         self._popen = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP], stdin=subprocess.PIPE
         )
@@ -159,11 +162,10 @@ class EngineCoreProcess:
         """Whether `shutdown` was called."""
         return self._is_shut_down.is_set()
 
-    def _bind(self, kind: int, address: str) -> zmq.Socket:
+    def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        # Nothing is dropped and no send waits: the engine core reads all the time.
+        # Nothing is dropped: the other side reads all the time.
         socket.set_hwm(0)
-        socket.bind(address)
         return socket
 
     def _send_args(self) -> None:
