@@ -157,11 +157,19 @@ def test_groups_share_the_block_table():
     assert manager.get_block_ids("a") == ([1, 2], [1, 2])
 
 
-def test_missing_blocks_are_those_of_the_rest_of_the_prompt():
-    manager = make_manager()
-    request = make_request("a", [1] * 17)
-    start(manager, request, num_tokens=6)
-    assert manager.num_missing_blocks(request) == 3
+def test_a_request_fits_with_the_blocks_that_it_finds():
+    manager = make_manager(num_blocks=5)
+    holder = make_request("a", [1] * 9)
+    start(manager, holder)
+    request = make_request("b", [1] * 9)
+    blocks, _ = manager.get_computed_blocks(request)
+    assert manager.can_hold_all_tokens(request, blocks)
+    assert not manager.can_hold_all_tokens(request, [])
+    manager.free(holder)
+    # Three cached blocks and one empty one are free; two of them are found.
+    longer = make_request("c", [1] * 17)
+    blocks, _ = manager.get_computed_blocks(longer)
+    assert not manager.can_hold_all_tokens(longer, blocks)
 
 
 def test_lookups_are_counted_in_tokens_until_they_are_taken():

@@ -133,33 +133,21 @@ class KVCacheManager:
             )
         new_blocks = self.block_pool.get_new_blocks(max(num_new_blocks, 0))
         state.blocks.extend(new_blocks)
-        # Drafts may be rejected: only committed tokens can be found by others.
-        self._cache_full_blocks(request, state, min(num_tokens, request.num_tokens))
+        self._cache_full_blocks(request, state, num_tokens)
         return new_blocks
 
     def can_hold_all_tokens(
-        self,
-        request: Request,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        num_reserved_blocks: int,
+        self, request: Request, new_computed_blocks: Sequence[KVCacheBlock]
     ) -> bool:
         """Whether all known tokens of a request without blocks fit at once.
 
         Args:
             new_computed_blocks: found in the prefix cache.
-            num_reserved_blocks: free blocks that others will need.
         """
         num_new_blocks = self._num_blocks_for(request.num_tokens) - len(
             new_computed_blocks
         )
-        return num_new_blocks + num_reserved_blocks <= self._num_available_blocks(
-            new_computed_blocks
-        )
-
-    def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that the request still needs for the tokens it already has."""
-        num_held = len(self._requests[request.request_id].blocks)
-        return max(self._num_blocks_for(request.num_tokens) - num_held, 0)
+        return num_new_blocks <= self._num_available_blocks(new_computed_blocks)
 
     def free(self, request: Request) -> None:
         """Let go of a request's blocks, if it holds any.
@@ -228,10 +216,10 @@ class KVCacheManager:
     def _cache_full_blocks(
         self, request: Request, state: _RequestBlocks, num_tokens: int
     ) -> None:
-        num_full = num_tokens // self.block_size
-        if num_full <= state.num_cached_blocks or not state.is_cacheable:
+        if not state.is_cacheable:
             return
-        num_full = min(num_full, len(request.block_hashes))
+        # Only committed tokens have hashes: drafts may be rejected.
+        num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         for index in range(state.num_cached_blocks, num_full):
             self.block_pool.cache_block(
                 state.blocks[index], request.block_hashes[index]

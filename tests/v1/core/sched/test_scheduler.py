@@ -204,7 +204,9 @@ def test_fcfs_takes_the_blocks_of_the_latest():
     requests = {name: add_request(scheduler, name, 7, max_tokens=7) for name in "ab"}
     run_step(scheduler, worker)
     run_step(scheduler, worker)
+    scheduler.update_draft_token_ids(["b"], [[1, 2]])
     output = run_step(scheduler, worker)[0]
+    assert requests["b"].spec_token_ids == []
     assert output.preempted_req_ids == {"b"}
     assert output.num_scheduled_tokens == {"a": 1}
     assert requests["b"].status is RequestStatus.PREEMPTED
@@ -270,11 +272,47 @@ def test_the_waiting_come_in_the_order_of_their_priority():
     assert order == ["c", "b", "a"]
 
 
-def test_no_newcomer_is_let_in_where_its_prompt_cannot_be_finished():
+def test_a_step_that_preempts_lets_nobody_in():
+    scheduler = make_scheduler(num_blocks=6, policy="priority")
+    worker = FakeWorker()
+    add_request(scheduler, "high", 8, priority=0)
+    add_request(scheduler, "low", 11, priority=9)
+    run_step(scheduler, worker)
+    add_request(scheduler, "tiny", 2, priority=1)
+    # low gives its three blocks, high takes one, tiny needs one.
+    output = run_step(scheduler, worker)[0]
+    assert output.preempted_req_ids == {"low"}
+    assert output.scheduled_new_reqs == []
+    (new,) = run_step(scheduler, worker)[0].scheduled_new_reqs
+    assert new.req_id == "tiny"
+
+
+def test_the_tokens_of_a_victim_go_to_those_behind_it():
+    scheduler = make_scheduler(
+        num_blocks=4, block_size=16, max_num_batched_tokens=12, policy="priority"
+    )
+    worker = FakeWorker(block_size=16)
+    add_request(scheduler, "low", 2, priority=9, max_tokens=30)
+    run_step(scheduler, worker)
+    add_request(scheduler, "high", 16, priority=0, max_tokens=30)
+    add_request(scheduler, "middle", 2, priority=5, max_tokens=30)
+    run_step(scheduler, worker)
+    run_step(scheduler, worker)
+    scheduler.update_draft_token_ids(["middle"], [[0] * 20])
+    output = run_step(scheduler, worker)[0]
+    assert output.preempted_req_ids == {"low"}
+    assert output.num_scheduled_tokens == {"high": 1, "middle": 11}
+
+
+def test_a_newcomer_waits_until_its_whole_prompt_fits():
     scheduler = make_scheduler(num_blocks=9, max_num_batched_tokens=8)
     worker = FakeWorker()
-    first = add_request(scheduler, "a", 20, max_tokens=2)
-    second = add_request(scheduler, "b", 20, max_tokens=2)
+    first = add_request(scheduler, "a", 13, max_tokens=7)
+    run_step(scheduler, worker)
+    # Four blocks are free when the first has its prompt, one too few for this one.
+    second = add_request(scheduler, "b", 17, max_tokens=1)
+    run_step(scheduler, worker)
+    assert running_ids(scheduler) == ["a"]
     run_all(scheduler, worker)
     assert first.num_preemptions == second.num_preemptions == 0
 

@@ -353,11 +353,7 @@ class Scheduler:
         self._num_preempted += 1
 
     def _schedule_waiting(self, step: _Step) -> None:
-        if not self.waiting:
-            return
         manager = self.kv_cache_manager
-        # A prompt that is not complete will need its other blocks, too.
-        num_reserved_blocks = sum(map(manager.num_missing_blocks, self.running))
         while (
             self.waiting
             and step.token_budget > 0
@@ -371,9 +367,8 @@ class Scheduler:
                     break
                 num_new_tokens = step.token_budget
             new_blocks = None
-            if manager.can_hold_all_tokens(
-                request, computed_blocks, num_reserved_blocks
-            ):
+            # With room for its first chunk only, it would soon take it from others.
+            if manager.can_hold_all_tokens(request, computed_blocks):
                 new_blocks = manager.allocate_slots(
                     request,
                     num_new_tokens,
@@ -388,7 +383,6 @@ class Scheduler:
                 self._fail_for_size(request)
                 continue
             self._start(request, num_computed)
-            num_reserved_blocks += manager.num_missing_blocks(request)
             step.new_requests.append(request)
             step.num_scheduled_tokens[request.request_id] = num_new_tokens
             step.token_budget -= num_new_tokens
