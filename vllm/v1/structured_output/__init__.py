@@ -221,8 +221,8 @@ class StructuredOutputManager:
         raise GrammarError(refusals[0])
 
     def _get_backend(self, name: str) -> StructuredOutputBackend:
-        """Build a backend when it is first used; both cost about a second."""
-        with self._backends_lock:
+        """Build a backend when it is first used, which can take seconds."""
+        with self._pool.clock_stopped(), self._backends_lock:
             if name not in self._backends:
                 self._backends[name] = _create_backend(name, self._get_vocabulary())
             return self._backends[name]

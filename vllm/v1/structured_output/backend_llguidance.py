@@ -183,14 +183,9 @@ class GuidanceGrammar(StructuredOutputGrammar):
 
     def _check_matcher(self) -> None:
         """Notice a matcher that ran out of its limits, or has nowhere to go."""
-        is_dead = self.matcher.is_stopped() and not self.matcher.is_accepting()
-        if self.matcher.stop_reason() in ("NoExtension", "NoExtensionBias") and is_dead:
-            self.fail("no text satisfies the constraint")
-        elif is_dead or self.matcher.is_error():
-            self.fail(
-                _to_sentence(self.matcher.get_error())
-                or "the constraint is too complex, or no text satisfies it"
-            )
+        has_stopped = self.matcher.is_stopped() and not self.matcher.is_accepting()
+        if has_stopped or self.matcher.is_error():
+            self.fail(_describe_stop(self.matcher))
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -250,7 +245,13 @@ def _as_grammar_error(prefix: str) -> Iterator[None]:
 
 def _raise_matcher_error(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(_to_sentence(matcher.get_error()))
+        raise GrammarError(_describe_stop(matcher))
+
+
+def _describe_stop(matcher: llguidance.LLMatcher) -> str:
+    message = _to_sentence(matcher.get_error())
+    # A stop reason alone is no sentence: the grammar came to where no token fits.
+    return message if " " in message else "no text satisfies the constraint"
 
 
 def _to_sentence(message: str) -> str:

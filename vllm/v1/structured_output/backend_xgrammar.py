@@ -4,7 +4,7 @@ xgrammar ignores some keywords of a JSON schema without an error; the tables in
 `json_schema` keep those away from it. Importing it takes seconds.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from vllm.v1.structured_output.grammar_spec import (
     REGEX,
     GrammarSpec,
 )
+from vllm.v1.structured_output.json_schema import close_declared_objects
 
 MAX_ERROR_LENGTH = 400
 
@@ -34,20 +35,11 @@ class XgrammarBackend(StructuredOutputBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        tokens = [
-            b"" if token_id in vocabulary.special_token_ids else text
-            for token_id, text in enumerate(vocabulary.tokens)
-        ]
-        tokenizer_info = xgrammar.TokenizerInfo(
-            [*tokens, b""],
-            xgrammar.VocabType.RAW,
-            vocab_size=vocabulary.end_mark + 1,
-            stop_token_ids=[vocabulary.end_mark],
-        )
         # The engine keeps compiled grammars itself, within its own bounds.
-        self._compiler = xgrammar.GrammarCompiler(
-            tokenizer_info, max_threads=1, cache_enabled=False
-        )
+        self._compiler = _create_compiler(vocabulary, vocabulary.tokens)
+        # xgrammar lets raw control characters into some JSON strings.
+        printable = [b"" if _has_control(text) else text for text in vocabulary.tokens]
+        self._json_compiler = _create_compiler(vocabulary, printable)
 
     def compile_grammar(self, spec: GrammarSpec) -> "XgrammarCompiledGrammar":
         try:
@@ -72,12 +64,16 @@ class XgrammarBackend(StructuredOutputBackend):
             return self._compiler.compile_regex(spec.text)
         if spec.kind != JSON:
             return self._compiler.compile_grammar(spec.text)
+        schema = close_declared_objects(spec.text)
         if spec.whitespace_pattern is None:
-            return self._compiler.compile_json_schema(
-                spec.text, any_whitespace=False, separators=(",", ":")
+            return self._json_compiler.compile_json_schema(
+                schema, any_whitespace=False, separators=(",", ":"), strict_mode=False
             )
-        return self._compiler.compile_json_schema(
-            spec.text, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE
+        return self._json_compiler.compile_json_schema(
+            schema,
+            any_whitespace=True,
+            max_whitespace_cnt=MAX_WHITESPACE,
+            strict_mode=False,
         )
 
 
@@ -138,6 +134,27 @@ class XgrammarGrammar(StructuredOutputGrammar):
 
     def _compute_words(self) -> np.ndarray | None:
         return self.compute_mask_words()
+
+
+def _create_compiler(
+    vocabulary: Vocabulary, token_texts: Sequence[bytes]
+) -> xgrammar.GrammarCompiler:
+    tokens = [
+        b"" if token_id in vocabulary.special_token_ids else text
+        for token_id, text in enumerate(token_texts)
+    ]
+    tokenizer_info = xgrammar.TokenizerInfo(
+        [*tokens, b""],
+        xgrammar.VocabType.RAW,
+        vocab_size=vocabulary.end_mark + 1,
+        stop_token_ids=[vocabulary.end_mark],
+    )
+    return xgrammar.GrammarCompiler(tokenizer_info, max_threads=1, cache_enabled=False)
+
+
+def _has_control(text: bytes) -> bool:
+    """Whether a token holds what JSON text cannot: line breaks are its whitespace."""
+    return any(byte < 0x20 and byte != 0x0A for byte in text)
 
 
 def _to_sentence(message: str) -> str:

@@ -1,10 +1,12 @@
 """Threads that compile grammars, so that nobody waits for a slow one."""
 
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +46,7 @@ class CompilePool:
         self._time_limit_s = time_limit_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._running: list[_Job] = []
+        self._running: dict[int, _Job] = {}
         self._is_closed = False
         targets = [self._watch] + [self._run_jobs] * num_workers
         for target in targets:
@@ -54,7 +56,20 @@ class CompilePool:
     def num_overdue(self) -> int:
         """Threads that are stuck in a job past the limit."""
         with self._changed:
-            return sum(job.is_overdue for job in self._running)
+            return self._num_stuck()
+
+    @contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """Do something of the engine's own within a job: it has no time limit."""
+        with self._changed:
+            job = self._running[threading.get_ident()]
+            job.started_at = math.inf
+        try:
+            yield
+        finally:
+            with self._changed:
+                job.started_at = time.monotonic()
+                self._changed.notify_all()
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         """Run `work` on a thread; its result or its failure comes through the future.
@@ -85,11 +100,11 @@ class CompilePool:
         while (job := self._jobs.get()) is not None:
             with self._changed:
                 job.started_at = time.monotonic()
-                self._running.append(job)
+                self._running[threading.get_ident()] = job
                 self._changed.notify_all()
             _settle(job)
             with self._changed:
-                self._running.remove(job)
+                del self._running[threading.get_ident()]
 
     def _watch(self) -> None:
         while not self._is_closed:
@@ -97,12 +112,12 @@ class CompilePool:
                 now = time.monotonic()
                 late = [
                     job
-                    for job in self._running
+                    for job in self._running.values()
                     if not job.is_overdue and now - job.started_at > self._time_limit_s
                 ]
                 for job in late:
                     job.is_overdue = True
-                is_stuck = sum(j.is_overdue for j in self._running) == self._num_workers
+                is_stuck = self._num_stuck() == self._num_workers
                 if not late and not is_stuck:
                     self._changed.wait(self._next_deadline(now))
                     continue
@@ -113,12 +128,15 @@ class CompilePool:
                 with self._changed:
                     self._changed.wait(self._time_limit_s)
 
+    def _num_stuck(self) -> int:
+        return sum(job.is_overdue for job in self._running.values())
+
     def _next_deadline(self, now: float) -> float | None:
         """Seconds until the next running job is overdue; None: nothing to wait for."""
         deadlines = [
             job.started_at + self._time_limit_s - now
-            for job in self._running
-            if not job.is_overdue
+            for job in self._running.values()
+            if not job.is_overdue and job.started_at < math.inf
         ]
         return max(min(deadlines) + 1e-3, 0.0) if deadlines else None
 

@@ -12,6 +12,7 @@ from vllm.v1.structured_output.regex_syntax import (
     escape_regex,
     has_inner_anchor,
     is_fully_anchored,
+    narrow_classes,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _WHITESPACE_PIECE = re.compile(
     r"|\(\?:|[()|?]|\{\d{1,2}(?:,\d{1,2})?\}"
 )
 _OPTION_GROUP = re.compile(r"\(\?(?!:|P?<)")
+# What is left of these after narrow_classes goes beyond ASCII.
+_UNICODE_CLASS = re.compile(r"\\[pPdDwWsS]")
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def _resolve_regex(pattern: str, config: "StructuredOutputsConfig") -> GrammarSp
     objections = {}
     if has_inner_anchor(pattern) and not is_fully_anchored(pattern):
         objections["xgrammar"] = "xgrammar takes ^ and $ only around the whole pattern"
-    if _OPTION_GROUP.search(pattern) or "\\p" in pattern or "\\P" in pattern:
+    pattern = narrow_classes(pattern)
+    if _OPTION_GROUP.search(pattern) or _UNICODE_CLASS.search(pattern):
         objections["xgrammar"] = "xgrammar does not take flags and Unicode classes"
     return GrammarSpec(REGEX, pattern, None, _choose_backends(objections, config))
 

@@ -36,8 +36,9 @@ GUIDANCE_FORMATS = frozenset(
         "uuid",
     }
 )
-XGRAMMAR_FORMATS = GUIDANCE_FORMATS | frozenset(
-    ["json-pointer", "relative-json-pointer", "uri-reference", "uri-template"]
+# Not ipv4: xgrammar lets leading zeros through.
+XGRAMMAR_FORMATS = (GUIDANCE_FORMATS - {"ipv4"}) | frozenset(
+    {"json-pointer", "relative-json-pointer", "uri-reference", "uri-template"}
 )
 REFUSED_KEYWORDS = frozenset(
     {
@@ -164,6 +165,19 @@ def check_schema(value: Any, *, close_objects: bool = False) -> CheckedSchema:
             if objection is not None:
                 checked.objections.setdefault(backend, f"{path}: {objection}")
     return checked
+
+
+def close_declared_objects(text: str) -> str:
+    """Return the schema with every object closed that declares properties.
+
+    That is narrower than JSON Schema. xgrammar would otherwise take a declared name,
+    spelled with an escape, for an additional property of any kind.
+    """
+    schema = json.loads(text)
+    for node, _ in iter_subschemas(schema):
+        if "properties" in node or "patternProperties" in node:
+            node.setdefault("additionalProperties", False)
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def iter_subschemas(schema: Schema) -> Iterator[tuple[Schema, str]]:
@@ -394,7 +408,7 @@ def _check_refused(node: Schema, path: str) -> None:
             raise SchemaFault(f"{path}/{key}: the keyword {key} is not supported")
     if "format" in node and _can_be(node, "string"):
         name = node["format"]
-        if name not in XGRAMMAR_FORMATS:
+        if name not in GUIDANCE_FORMATS | XGRAMMAR_FORMATS:
             raise SchemaFault(f"{path}/format: the format {name!r} is not supported")
     is_open = node.get("additionalProperties") is not False
     if node.get("minProperties", 0) > 1 and (is_open or "patternProperties" in node):
@@ -441,6 +455,8 @@ def _xgrammar_typed_objection(node: Schema, keys: list[str]) -> str | None:
     for key in typed:
         if not any(key in _KEYWORDS_OF_TYPE.get(name, ()) for name in types):
             return f"xgrammar does not enforce {key} without the type it belongs to"
+    if node.get("format", "date") not in XGRAMMAR_FORMATS:
+        return f"the format {node['format']!r} is not enforced by xgrammar"
     string_keys = [key for key in typed if key in _STRING_KEYWORDS]
     if ("pattern" in node or "format" in node) and len(string_keys) > 1:
         return f"xgrammar enforces one of {', '.join(string_keys)} at a time"

@@ -7,6 +7,8 @@ MAX_REGEX_DEPTH = 100
 MAX_REGEX_REPEAT = 100_000
 
 _REPEAT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+# What \d, \w and \s mean in every dialect; beyond ASCII the dialects differ.
+_ASCII_MEMBERS = {"d": "0-9", "w": "0-9A-Za-z_", "s": " \\t\\n\\r\\f\\v"}
 _ASSERTION_ESCAPES = frozenset("bBAZzG")
 
 
@@ -67,6 +69,39 @@ def has_top_level_alternation(pattern: str) -> bool:
 def escape_regex(text: str) -> str:
     """Return a pattern that matches exactly `text`."""
     return re.sub(r"([\\.^$*+?{}\[\]|()\-&~#/])", r"\\\1", text)
+
+
+def narrow_classes(pattern: str) -> str:
+    r"""Spell \d, \w and \s as ASCII, except where that would widen the pattern.
+
+    The result matches a part of what the pattern matches, for readers that count other
+    scripts' digits, letters and blanks in, and for those that do not.
+    """
+    pieces = []
+    position = 0
+    while position < len(pattern):
+        end = position + 1
+        if pattern[position] == "\\":
+            end = position + 2
+            members = _ASCII_MEMBERS.get(pattern[position + 1 : end])
+            pieces.append(f"[{members}]" if members else pattern[position:end])
+        elif pattern[position] == "[":
+            end = _find_class_end(pattern, position) + 1
+            inner = pattern[position:end]
+            pieces.append(inner if inner.startswith("[^") else _narrow_members(inner))
+        else:
+            pieces.append(pattern[position])
+        position = end
+    return "".join(pieces)
+
+
+def _narrow_members(char_class: str) -> str:
+    return re.sub(
+        r"\\(.)",
+        lambda match: _ASCII_MEMBERS.get(match[1], match[0]),
+        char_class,
+        flags=re.DOTALL,
+    )
 
 
 def _plain_characters(pattern: str) -> list[tuple[str, int]]:
