@@ -8,6 +8,8 @@ checked here is what would read or write outside a tensor.
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -34,7 +36,7 @@ _SHORT = {
 _LONG = {
     "vllm_pack_weight": "piiip:",
     "vllm_packed_linear": "pipppiii:",
-    "vllm_paged_attention": "pippipppiiiiiiiifi:i",
+    "vllm_paged_attention": "pippipppiiiiiiiiifi:i",
     "vllm_philox_uniform": "piip:",
     "vllm_gumbel_argmax": "pippiip:",
     "vllm_top_k_top_p": "pippii:",
@@ -93,6 +95,7 @@ class NativeOps:
 
     def __init__(self, library: Path) -> None:
         self.library = library
+        functions: dict[str, Any] = {}
         for handle, signatures in (
             (ctypes.PyDLL(str(library)), _SHORT),
             (ctypes.CDLL(str(library)), _LONG),
@@ -102,21 +105,19 @@ class NativeOps:
                 function = getattr(handle, name)
                 function.argtypes = [_TYPES[kind] for kind in arguments]
                 function.restype = _TYPES[result] if result else None
-                setattr(self, f"_{name.removeprefix('vllm_')}", function)
-
-    def __getattr__(self, name: str) -> "ctypes._CFuncPtr":
-        # Only for type checkers: the C functions are attributes made in __init__.
-        raise AttributeError(f"{self.library.name} has no function {name!r}")
+                functions[name.removeprefix("vllm_")] = function
+        # Any: the C functions by name; ctypes checks their arguments.
+        self._c: Any = SimpleNamespace(**functions)
 
     def isa_level(self) -> int:
         """Return 0 if not even the base build runs here, 2 if the AVX-512 one does."""
-        return self._isa_level()
+        return int(self._c.isa_level())
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         num_columns, size = weight.shape
         _check_rows(weight)
-        packed = torch.empty(self._packed_size(num_columns, size))
-        self._pack_weight(
+        packed = torch.empty(self._c.packed_size(num_columns, size))
+        self._c.pack_weight(
             weight.data_ptr(), weight.stride(0), num_columns, size, packed.data_ptr()
         )
         return packed
@@ -138,7 +139,7 @@ class NativeOps:
         if bias is not None:
             _check_vector(bias, num_columns)
         out = torch.empty((num_rows, num_columns))
-        self._packed_linear(
+        self._c.packed_linear(
             x.data_ptr(),
             x.stride(0),
             packed.data_ptr(),
@@ -165,7 +166,7 @@ class NativeOps:
         out_outer, out_inner, out_outer_stride, out_inner_stride = _row_grid(out)
         if (out_outer, out_inner, out.shape[-1]) != (num_outer, num_inner, size):
             raise ValueError(f"out has shape {tuple(out.shape)}, x {tuple(x.shape)}")
-        self._rms_norm(
+        self._c.rms_norm(
             x.data_ptr(),
             outer_stride,
             inner_stride,
@@ -191,7 +192,7 @@ class NativeOps:
             raise ValueError(
                 f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}"
             )
-        self._fused_add_rms_norm(
+        self._c.fused_add_rms_norm(
             x.data_ptr(),
             x.stride(0),
             residual.data_ptr(),
@@ -206,7 +207,7 @@ class NativeOps:
         num_rows, double_size = x.shape
         _check_rows(x)
         out = torch.empty((num_rows, double_size // 2))
-        self._silu_and_mul(
+        self._c.silu_and_mul(
             x.data_ptr(), x.stride(0), out.data_ptr(), num_rows, double_size // 2
         )
         return out
@@ -223,9 +224,11 @@ class NativeOps:
         num_positions, rotary_dim = cos_sin_cache.shape
         q_heads, q_stride = _heads(q, num_tokens, head_dim)
         k_heads, k_stride = _heads(k, num_tokens, head_dim)
-        if positions.dtype is not torch.int64 or rotary_dim > head_dim:
-            raise ValueError("positions must be int64 and rotary_dim <= head_dim")
-        failed = self._rotary_embedding(
+        _check_vector(positions, num_tokens, torch.int64)
+        _check_vector(cos_sin_cache, num_positions)
+        if rotary_dim > head_dim:
+            raise ValueError(f"cannot rotate {rotary_dim} of {head_dim} dimensions")
+        failed = self._c.rotary_embedding(
             positions.data_ptr(),
             q.data_ptr(),
             q_stride,
@@ -259,9 +262,9 @@ class NativeOps:
                 f"{key_heads} key and {value_heads} value heads for a cache of "
                 f"{num_kv_heads}"
             )
-        if slot_mapping.dtype is not torch.int64:
-            raise ValueError("slot_mapping must be int64")
-        failed = self._reshape_and_cache(
+        _check_vector(slot_mapping, num_tokens, torch.int64)
+        _check_vector(kv_cache, 2)
+        failed = self._c.reshape_and_cache(
             key.data_ptr(),
             key_stride,
             value.data_ptr(),
@@ -291,15 +294,15 @@ class NativeOps:
         num_tokens, num_heads, head_size = query.shape
         _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         num_reqs = seq_lens.shape[0]
-        if out.shape != query.shape or query_start_loc.shape[0] != num_reqs + 1:
-            raise ValueError("out must have the query's shape, and one start a request")
-        if not (
-            block_table.dtype is torch.int32
-            and query_start_loc.dtype is torch.int32
-            and seq_lens.dtype is torch.int32
-        ):
-            raise ValueError("the block table, starts and lengths must be int32")
-        failed = self._paged_attention(
+        if out.shape != query.shape or block_table.shape[0] < num_reqs:
+            raise ValueError("out must have the query's shape, each request its blocks")
+        _heads(query, num_tokens, head_size)
+        _heads(out, num_tokens, head_size)
+        _check_vector(kv_cache, 2)
+        _check_rows(block_table, torch.int32)
+        _check_vector(query_start_loc, num_reqs + 1, torch.int32)
+        _check_vector(seq_lens, num_reqs, torch.int32)
+        failed = self._c.paged_attention(
             query.data_ptr(),
             query.stride(0),
             kv_cache.data_ptr(),
@@ -309,6 +312,7 @@ class NativeOps:
             seq_lens.data_ptr(),
             out.data_ptr(),
             out.stride(0),
+            num_tokens,
             num_reqs,
             num_heads,
             num_kv_heads,
@@ -320,12 +324,14 @@ class NativeOps:
             is_causal,
         )
         if failed:
-            raise IndexError("the block table points outside the cache")
+            raise IndexError(
+                "the query or the blocks of a request are outside the arrays"
+            )
 
     def philox_uniform(self, keys: torch.Tensor, num: int) -> torch.Tensor:
-        _check_int64(keys)
+        _check_vector(keys, keys.shape[0], torch.int64)
         out = torch.empty((keys.shape[0], num))
-        self._philox_uniform(keys.data_ptr(), keys.shape[0], num, out.data_ptr())
+        self._c.philox_uniform(keys.data_ptr(), keys.shape[0], num, out.data_ptr())
         return out
 
     def gumbel_argmax(
@@ -336,12 +342,11 @@ class NativeOps:
     ) -> torch.Tensor:
         num_rows, vocab_size = logits.shape
         _check_rows(logits)
-        _check_int64(keys)
-        _check_vector(keys, num_rows)
+        _check_vector(keys, num_rows, torch.int64)
         if is_greedy is not None:
-            _check_vector(is_greedy, num_rows)
+            _check_vector(is_greedy.view(torch.uint8), num_rows, torch.uint8)
         out = torch.empty(num_rows, dtype=torch.int64)
-        self._gumbel_argmax(
+        self._c.gumbel_argmax(
             logits.data_ptr(),
             logits.stride(0),
             keys.data_ptr(),
@@ -357,11 +362,9 @@ class NativeOps:
     ) -> None:
         num_rows, vocab_size = logits.shape
         _check_rows(logits)
-        _check_vector(k, num_rows)
+        _check_vector(k, num_rows, torch.int32)
         _check_vector(p, num_rows)
-        if k.dtype is not torch.int32 or p.dtype is not torch.float32:
-            raise ValueError("k must be int32 and p float32")
-        self._top_k_top_p(
+        self._c.top_k_top_p(
             logits.data_ptr(),
             logits.stride(0),
             k.data_ptr(),
@@ -375,11 +378,10 @@ class NativeOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows, vocab_size = logits.shape
         _check_rows(logits)
-        _check_int64(token_ids)
-        _check_vector(token_ids, num_rows)
+        _check_vector(token_ids, num_rows, torch.int64)
         logsumexp = torch.empty(num_rows)
         rank = torch.empty(num_rows, dtype=torch.int32)
-        failed = self._logprob_stats(
+        failed = self._c.logprob_stats(
             logits.data_ptr(),
             logits.stride(0),
             token_ids.data_ptr(),
@@ -397,16 +399,14 @@ class NativeOps:
     ) -> None:
         num_rows, vocab_size = logits.shape
         _check_rows(logits)
-        _check_rows(bitmask)
+        _check_rows(bitmask, torch.int32)
         num_masks = bitmask.shape[0]
-        _check_vector(rows, num_masks)
-        if bitmask.dtype is not torch.int32 or rows.dtype is not torch.int32:
-            raise ValueError("the bitmask and its rows must be int32")
+        _check_vector(rows, num_masks, torch.int32)
         if bitmask.shape[1] * 32 < vocab_size:
             raise ValueError(
                 f"the bitmask has {bitmask.shape[1]} words for {vocab_size} tokens"
             )
-        failed = self._apply_bitmask(
+        failed = self._c.apply_bitmask(
             logits.data_ptr(),
             logits.stride(0),
             bitmask.data_ptr(),
@@ -420,19 +420,20 @@ class NativeOps:
             raise IndexError(f"a mask's row is not below {num_rows}")
 
 
-def _check_rows(x: torch.Tensor) -> None:
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(f"rows must be contiguous, got strides {x.stride()}")
+def _check_rows(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+    if x.dtype is not dtype or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        raise ValueError(
+            f"expected contiguous {dtype} rows, got {x.dtype} with strides {x.stride()}"
+        )
 
 
-def _check_vector(x: torch.Tensor, size: int) -> None:
-    if x.shape[0] != size or not x.is_contiguous():
-        raise ValueError(f"expected {size} contiguous values, got {tuple(x.shape)}")
-
-
-def _check_int64(x: torch.Tensor) -> None:
-    if x.dtype is not torch.int64 or not x.is_contiguous():
-        raise ValueError(f"expected contiguous int64 values, got {x.dtype}")
+def _check_vector(
+    x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32
+) -> None:
+    if x.shape[0] != size or x.dtype is not dtype or not x.is_contiguous():
+        raise ValueError(
+            f"expected {size} contiguous {dtype} values, got {tuple(x.shape)} {x.dtype}"
+        )
 
 
 def _row_grid(x: torch.Tensor) -> tuple[int, int, int, int]:
@@ -451,7 +452,7 @@ def _heads(x: torch.Tensor, num_tokens: int, head_dim: int) -> tuple[int, int]:
         raise ValueError(f"heads must stand side by side, got strides {x.stride()}")
     if x.shape[0] < num_tokens or width % head_dim:
         raise ValueError(
-            f"shape {tuple(x.shape)} for {num_tokens} tokens of {head_dim}"
+            f"shape {tuple(x.shape)} for {num_tokens} tokens and heads of {head_dim}"
         )
     return width // head_dim, x.stride(0)
 

@@ -428,10 +428,11 @@ VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
                                       int64_t block_table_stride,
                                       const int32_t* query_start_loc,
                                       const int32_t* seq_lens, float* out,
-                                      int64_t out_stride, int64_t num_reqs,
-                                      int64_t num_heads, int64_t num_kv_heads,
-                                      int64_t head_size, int64_t block_size,
-                                      int64_t num_blocks, int64_t max_blocks, float scale,
+                                      int64_t out_stride, int64_t num_tokens,
+                                      int64_t num_reqs, int64_t num_heads,
+                                      int64_t num_kv_heads, int64_t head_size,
+                                      int64_t block_size, int64_t num_blocks,
+                                      int64_t max_blocks, float scale,
                                       int64_t is_causal) {
   using namespace vllm;
   Attention a{query,      query_stride,       kv_cache,        nullptr,
@@ -440,6 +441,7 @@ VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
               num_kv_heads, head_size,         block_size,      scale,
               is_causal != 0};
   a.values = kv_cache + num_blocks * a.num_kv_heads * a.block_floats();
+  if (query_start_loc[0] < 0 || query_start_loc[num_reqs] > num_tokens) return 1;
   if (has_bad_block(a, num_blocks, max_blocks)) return 1;
   int64_t work = 0;
   const std::vector<Tile> tiles = make_tiles(a, work);

@@ -102,6 +102,7 @@ void multiply_block(const Linear& l, const float* packed_rows, int64_t first_row
 }
 
 void multiply(const Linear& l) {
+  if (l.num_rows == 0 || l.num_columns == 0) return;
   const int64_t block = block_rows(l.size);
   const int64_t num_blocks = (l.num_rows + block - 1) / block;
   const int64_t num_pairs = (num_panels(l.num_columns) + 1) / 2;

@@ -265,8 +265,8 @@ inline void store_at(float* p, Vec a, int64_t start, int64_t size) {
     store_first(p + start, a, size - start);
 }
 
-// e^x to about one unit in the last place. Below -87.3 it is 0, above 88.02 it stays at
-// e^88.02, NaN stays NaN. Minimax-like polynomial of degree 6 on |r| <= ln(2) / 2.
+// e^x to about one unit in the last place; 0 below -87.3, infinite above 88.02, and NaN
+// stays NaN. Chebyshev interpolation of degree 6 on |r| <= ln(2) / 2.
 inline Vec exp(Vec x) {
   const Vec low = broadcast(-87.33654f);
   const Vec high = broadcast(88.02f);
@@ -284,7 +284,8 @@ inline Vec exp(Vec x) {
   p = fma(p, r, broadcast(0.5f));
   p = fma(p, r, broadcast(1.0f));
   p = fma(p, r, broadcast(1.0f));
-  return select(greater(low, x), broadcast(0.0f), p * power_of_two(t));
+  const Vec result = select(greater(low, x), broadcast(0.0f), p * power_of_two(t));
+  return select(greater(x, high), broadcast(HUGE_VALF), result);
 }
 
 }  // namespace vllm

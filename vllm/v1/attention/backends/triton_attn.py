@@ -1,7 +1,7 @@
 """Attention by Triton kernels over the paged cache, for CUDA devices.
 
-Prefill chunks, decodes and verification rows take one path. A program owns one key/value
-head and a tile of (query token, query head) rows that share every key they load.
+Prefill chunks, decodes and verification rows take one path. A program owns one
+key/value head and a tile of (query token, query head) rows that share every key.
 """
 
 import torch
