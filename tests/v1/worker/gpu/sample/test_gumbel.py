@@ -90,7 +90,7 @@ def test_the_operator_draws_the_twins_tokens_at_full_width(scale):
 
 def test_draws_follow_the_softmax(device):
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.02, 0.005])
-    num_draws = 20_000
+    num_draws = 4_000
     logits = probabilities.log().repeat(num_draws, 1).to(device)
     keys = noise_keys(
         torch.full((num_draws,), 42, device=device),

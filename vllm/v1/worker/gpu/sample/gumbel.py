@@ -8,7 +8,7 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
-from vllm.v1.worker.gpu.sample.random import Purpose, noise_keys, philox_uniform
+from vllm.v1.worker.gpu.sample.random import Purpose, noise_keys, philox_uniform_at
 
 # Keeps the noise finite; far below the smallest number but 0 that Philox gives.
 MIN_UNIFORM = 2.0**-33
@@ -85,15 +85,20 @@ def gumbel_argmax(
 def _gumbel_argmax_torch(
     logits: torch.Tensor, keys: torch.Tensor, is_greedy: torch.Tensor
 ) -> torch.Tensor:
-    scores = logits.masked_fill(logits.isnan(), float("-inf")).to(torch.float64)
-    random_rows = (is_greedy == 0).nonzero().squeeze(-1)
-    if random_rows.numel() > 0:
-        uniform = philox_uniform(keys[random_rows], logits.shape[-1])
-        uniform = uniform.clamp_(min=MIN_UNIFORM).to(torch.float64)
-        scores[random_rows] += -torch.log(-torch.log1p(-uniform))
-    # argmax returns the first of equal maxima.
-    sampled = scores.argmax(dim=-1)
-    return sampled.masked_fill_(scores.amax(dim=-1) == float("-inf"), -1)
+    sampled = torch.full_like(keys, -1)
+    for logit_idx, row in enumerate(logits):
+        # False for NaN as well.
+        token_ids = (row > float("-inf")).nonzero().squeeze(-1)
+        if token_ids.numel() == 0:
+            continue
+        scores = row[token_ids].to(torch.float64)
+        if is_greedy[logit_idx] == 0:
+            uniform = philox_uniform_at(keys[logit_idx], token_ids)
+            uniform = uniform.clamp_(min=MIN_UNIFORM).to(torch.float64)
+            scores -= torch.log(-torch.log1p(-uniform))
+        # argmax returns the first of equal maxima.
+        sampled[logit_idx] = token_ids[scores.argmax()]
+    return sampled
 
 
 def _gumbel_argmax_triton(

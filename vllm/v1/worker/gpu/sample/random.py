@@ -89,7 +89,19 @@ def _shift_right(value: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 def _philox_uniform_torch(keys: torch.Tensor, num: int) -> torch.Tensor:
     offsets = torch.arange(num, dtype=torch.int64, device=keys.device)
-    keys = keys.unsqueeze(-1)
+    return philox_uniform_at(keys.unsqueeze(-1), offsets)
+
+
+def philox_uniform_at(keys: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return `tl.rand(key, offset)` for any pairs; for the torch twins.
+
+    Args:
+        keys: int64, of a shape that broadcasts with that of offsets.
+        offsets: int64 in [0, 2**31).
+
+    Returns:
+        float32, of the broadcast shape.
+    """
     key_0, key_1, counter_0 = torch.broadcast_tensors(
         keys & _WORD, (keys >> 32) & _WORD, offsets
     )
