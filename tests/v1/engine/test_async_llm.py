@@ -20,7 +20,6 @@ from vllm.sampling_params import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
-
 # An engine belongs to one loop, and most tests share one engine.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

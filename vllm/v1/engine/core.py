@@ -131,7 +131,9 @@ class EngineCore:
         self.executor.shutdown()
 
     def _add_request(self, core_request: EngineCoreRequest) -> None:
-        request = Request.from_engine_core_request(core_request, self.scheduler.block_hasher)
+        request = Request.from_engine_core_request(
+            core_request, self.scheduler.block_hasher
+        )
         if core_request.sampling_params.structured_outputs is not None:
             self.structured_output_manager.grammar_init(request, self._on_wake_up)
         self.scheduler.add_request(request)
