@@ -356,7 +356,7 @@ def run_step(
     """Run a step as the engine core does, and check every count."""
     output = scheduler.schedule()
     scheduler.check_integrity()
-    assert output.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
+    assert output.total_num_scheduled_tokens <= scheduler.limits.max_num_batched_tokens
     while_running()
     scheduler.get_grammar_bitmask(output)
     result = worker.execute(output)

@@ -639,9 +639,10 @@ def test_drafts_beyond_the_end_are_not_scheduled():
     assert run_step(scheduler, worker)[0].num_scheduled_tokens == {"a": 2}
 
 
-def test_drafts_for_an_incomplete_prompt_are_dropped():
+@pytest.mark.parametrize("num_left", [1, 2])
+def test_drafts_for_an_incomplete_prompt_are_dropped(num_left):
     scheduler, worker = make_scheduler(max_num_batched_tokens=4), FakeWorker()
-    request = add_request(scheduler, "a", 6)
+    request = add_request(scheduler, "a", 4 + num_left)
     run_step(scheduler, worker)
     scheduler.update_draft_token_ids(["a", "gone"], [[1, 2], [3]])
     assert request.spec_token_ids == []

@@ -3,19 +3,14 @@
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
-from vllm.v1.core.sched.output import (
-    CachedRequestData,
-    GrammarOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.step_builder import StepBuilder, StepLimits
 from vllm.v1.core.sched.stop import (
     FINISH_REASONS,
     Commit,
@@ -32,24 +27,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-
-
-@dataclass
-class _Step:
-    """A step while it is being put together.
-
-    Args:
-        token_budget: tokens that may still be scheduled.
-        num_scheduled_tokens: in scheduling order, drafts included.
-        new_requests: those that take a row in the worker.
-        new_blocks: of the requests that have a row.
-    """
-
-    token_budget: int
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    new_requests: list[Request] = field(default_factory=list)
-    new_blocks: dict[str, list[KVCacheBlock]] = field(default_factory=dict)
-    preempted_req_ids: set[str] = field(default_factory=set)
 
 
 class Scheduler:
@@ -73,10 +50,14 @@ class Scheduler:
     ) -> None:
         config = vllm_config.scheduler_config
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.max_num_batched_tokens = config.max_num_batched_tokens
-        # Each running request gets at least one token in each step.
-        self.max_num_running_reqs = min(
-            config.max_num_seqs, config.max_num_batched_tokens
+        self.limits = StepLimits(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_running_reqs=min(
+                config.max_num_seqs, config.max_num_batched_tokens
+            ),
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            num_lookahead_tokens=vllm_config.num_speculative_tokens,
+            is_priority_policy=config.policy == "priority",
         )
         self.block_hasher = get_request_block_hasher(vllm_config)
         self.kv_cache_manager = KVCacheManager(
@@ -84,10 +65,7 @@ class Scheduler:
             self.max_model_len,
             vllm_config.cache_config.enable_prefix_caching,
         )
-        self._enable_chunked_prefill = config.enable_chunked_prefill
-        self._is_priority_policy = config.policy == "priority"
         self._vocab_size = vllm_config.model_config.vocab_size
-        self._num_lookahead_tokens = vllm_config.num_speculative_tokens
         self._grammar_manager = structured_output_manager
         self._log_stats = log_stats
 
@@ -100,6 +78,8 @@ class Scheduler:
         self._arrival_indices = itertools.count()
         # Rows that the worker does not know to be free yet.
         self._finished_req_ids: set[str] = set()
+        # Those of the last step that got a token, which a draft can follow.
+        self._sampled_req_ids: set[str] = set()
         # Ends that no step has brought about.
         self._pending_outputs: list[EngineCoreOutput] = []
         # The gauges have changed since they were last reported.
@@ -159,12 +139,15 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide on a step; it must then run, because its blocks count as computed."""
         self._release_compiled_requests()
-        step = _Step(self.max_num_batched_tokens)
-        self._schedule_running(step)
-        # A step that had to take blocks away has none for newcomers.
-        if not step.preempted_req_ids:
-            self._schedule_waiting(step)
-        output = self._make_output(step)
+        builder = StepBuilder(
+            self.limits, self.running, self.waiting, self.kv_cache_manager
+        )
+        builder.schedule()
+        for request in builder.too_large_requests:
+            self._fail_for_size(request)
+        self._num_preempted += len(builder.preempted_req_ids)
+        finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        output = builder.build(finished_req_ids)
         self._advance(output)
         return output
 
@@ -189,6 +172,7 @@ class Scheduler:
         """Commit what a step sampled, and end the requests that are complete."""
         outputs, self._pending_outputs = self._pending_outputs, []
         has_finished = False
+        self._sampled_req_ids.clear()
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is None:
@@ -200,6 +184,7 @@ class Scheduler:
             output = self._update_request(request, model_runner_output, num_drafts)
             if output is not None:
                 outputs.append(output)
+                self._sampled_req_ids.add(request_id)
                 has_finished |= output.finished
         if has_finished:
             self.running = [req for req in self.running if not req.is_finished]
@@ -211,16 +196,13 @@ class Scheduler:
     def update_draft_token_ids(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> None:
-        """Take the drafts that the next step verifies, one list a request."""
+        """Take the drafts that the next step verifies, one list a request.
+
+        Drafts of requests that have ended, or whose prompt is not complete, are left.
+        """
         for req_id, drafts in zip(req_ids, draft_token_ids, strict=True):
-            request = self.requests.get(req_id)
-            # A prompt that is not complete has no token for a draft to follow.
-            if (
-                request is not None
-                and request.status is RequestStatus.RUNNING
-                and request.num_computed_tokens >= request.num_tokens - 1
-            ):
-                request.spec_token_ids = drafts
+            if req_id in self._sampled_req_ids and req_id in self.requests:
+                self.requests[req_id].spec_token_ids = drafts
 
     def make_stats(self) -> SchedulerStats:
         """Return the gauges, and the counts since the last call."""
@@ -283,167 +265,6 @@ class Scheduler:
                 del self.waiting_for_grammar[request.request_id]
                 request.status = RequestStatus.WAITING
                 self.waiting.add(request)
-
-    def _schedule_running(self, step: _Step) -> None:
-        for request in list(self.running):
-            if request.status is not RequestStatus.RUNNING:
-                # It gave way to one before it.
-                continue
-            # Drafts and chunks leave a token for each of those behind them.
-            num_later = len(self.running) - len(step.num_scheduled_tokens) - 1
-            num_new_tokens = min(
-                request.num_tokens
-                - request.num_computed_tokens
-                + self._num_useful_drafts(request),
-                step.token_budget - num_later,
-            )
-            assert num_new_tokens > 0, f"{request.request_id} has nothing to compute"
-            new_blocks = self._allocate_or_preempt(request, num_new_tokens, step)
-            if new_blocks is not None:
-                step.num_scheduled_tokens[request.request_id] = num_new_tokens
-                step.new_blocks[request.request_id] = new_blocks
-                step.token_budget -= num_new_tokens
-
-    def _num_useful_drafts(self, request: Request) -> int:
-        """Drafts that can be committed with one more token behind them."""
-        if not request.spec_token_ids:
-            return 0
-        max_drafts = request.max_total_tokens - request.num_tokens - 1
-        return max(min(len(request.spec_token_ids), max_drafts), 0)
-
-    def _allocate_or_preempt(
-        self, request: Request, num_new_tokens: int, step: _Step
-    ) -> list[KVCacheBlock] | None:
-        """Get a running request its blocks, from others if need be.
-
-        Returns:
-            The new blocks; None if the request itself had to give way.
-        """
-        while True:
-            new_blocks = self.kv_cache_manager.allocate_slots(
-                request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
-            )
-            if new_blocks is not None:
-                return new_blocks
-            if len(self.running) == 1:
-                self._fail_for_size(request)
-                return None
-            victim = self.running[-1]
-            if self._is_priority_policy:
-                victim = max(self.running, key=self.waiting.sort_key)
-            self._preempt(victim, step)
-            if victim is request:
-                return None
-
-    def _preempt(self, request: Request, step: _Step) -> None:
-        """Take a running request's blocks and row; it will be computed again."""
-        request_id = request.request_id
-        self.running.remove(request)
-        step.token_budget += step.num_scheduled_tokens.pop(request_id, 0)
-        step.new_blocks.pop(request_id, None)
-        step.preempted_req_ids.add(request_id)
-        self.kv_cache_manager.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        # They belong to a row that is gone.
-        request.spec_token_ids = []
-        request.num_preemptions += 1
-        request.events.append(EngineCoreEvent.now(EngineCoreEventType.PREEMPTED))
-        self.waiting.add(request)
-        self._num_preempted += 1
-
-    def _schedule_waiting(self, step: _Step) -> None:
-        manager = self.kv_cache_manager
-        while (
-            self.waiting
-            and step.token_budget > 0
-            and len(self.running) < self.max_num_running_reqs
-        ):
-            request = self.waiting.peek()
-            computed_blocks, num_computed = manager.get_computed_blocks(request)
-            num_new_tokens = request.num_tokens - num_computed
-            if num_new_tokens > step.token_budget:
-                if not self._may_be_chunked(num_new_tokens):
-                    break
-                num_new_tokens = step.token_budget
-            new_blocks = None
-            # With room for its first chunk only, it would soon take it from others.
-            if manager.can_hold_all_tokens(request, computed_blocks):
-                new_blocks = manager.allocate_slots(
-                    request,
-                    num_new_tokens,
-                    num_computed,
-                    computed_blocks,
-                    self._num_lookahead_tokens,
-                )
-            if new_blocks is None and self.running:
-                break
-            self.waiting.pop()
-            if new_blocks is None:
-                self._fail_for_size(request)
-                continue
-            self._start(request, num_computed)
-            step.new_requests.append(request)
-            step.num_scheduled_tokens[request.request_id] = num_new_tokens
-            step.token_budget -= num_new_tokens
-
-    def _may_be_chunked(self, num_new_tokens: int) -> bool:
-        # Output that is computed again after preemption may exceed what was a prompt's
-        # limit; without chunks such a request could never come back.
-        return (
-            self._enable_chunked_prefill or num_new_tokens > self.max_num_batched_tokens
-        )
-
-    def _start(self, request: Request, num_computed_tokens: int) -> None:
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = num_computed_tokens
-            if request.sampling_params.prompt_logprobs is None:
-                self.kv_cache_manager.record_lookup(
-                    request.num_tokens, num_computed_tokens
-                )
-        request.num_computed_tokens = num_computed_tokens
-        request.status = RequestStatus.RUNNING
-        request.events.append(EngineCoreEvent.now(EngineCoreEventType.SCHEDULED))
-        self.running.append(request)
-
-    def _make_output(self, step: _Step) -> SchedulerOutput:
-        manager = self.kv_cache_manager
-        cached = CachedRequestData()
-        drafts: dict[str, list[int]] = {}
-        for request_id, new_blocks in step.new_blocks.items():
-            request = self.requests[request_id]
-            cached.req_ids.append(request_id)
-            cached.new_block_ids.append(
-                manager.to_block_ids(new_blocks) if new_blocks else None
-            )
-            cached.num_computed_tokens.append(request.num_computed_tokens)
-            if request.spec_token_ids:
-                num_known = request.num_tokens - request.num_computed_tokens
-                num_drafts = step.num_scheduled_tokens[request_id] - num_known
-                if num_drafts > 0:
-                    drafts[request_id] = request.spec_token_ids[:num_drafts]
-                # A draft is verified in the next step or never.
-                request.spec_token_ids = []
-        finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
-        return SchedulerOutput(
-            scheduled_new_reqs=[self._make_new_data(req) for req in step.new_requests],
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=step.num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(step.num_scheduled_tokens.values()),
-            scheduled_spec_decode_tokens=drafts,
-            finished_req_ids=finished_req_ids,
-            preempted_req_ids=step.preempted_req_ids,
-        )
-
-    def _make_new_data(self, request: Request) -> NewRequestData:
-        return NewRequestData(
-            req_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            prefill_token_ids=list(request.all_token_ids),
-            sampling_params=request.sampling_params,
-            block_ids=self.kv_cache_manager.get_block_ids(request.request_id),
-            num_computed_tokens=request.num_computed_tokens,
-        )
 
     def _advance(self, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed; rejected drafts are taken back later."""
@@ -533,10 +354,10 @@ class Scheduler:
             (self.max_model_len, "the model's maximum length"),
             (self.kv_cache_manager.capacity_tokens, "the KV cache's size"),
         ]
-        if not self._enable_chunked_prefill:
+        if not self.limits.enable_chunked_prefill:
             limits.append(
                 (
-                    self.max_num_batched_tokens,
+                    self.limits.max_num_batched_tokens,
                     "max_num_batched_tokens, without chunked prefill",
                 )
             )
