@@ -58,7 +58,7 @@ class MsgpackEncoder:
     def _place(self, array: np.ndarray) -> int | bytes:
         if array.nbytes < MIN_FRAME_BYTES:
             return array.tobytes()
-        self._frames.append(memoryview(array.reshape(-1).view(np.uint8)))
+        self._frames.append(array.reshape(-1).view(np.uint8).data)
         return len(self._frames) - 1
 
 

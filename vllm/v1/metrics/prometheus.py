@@ -288,7 +288,14 @@ class PrometheusStatLogger(StatLoggerBase):
     def _histogram(
         self, name: str, documentation: str, buckets: tuple[float, ...]
     ) -> Histogram:
-        return self._child(Histogram, name, documentation, {}, buckets=buckets)
+        histogram = Histogram(
+            PREFIX + name,
+            documentation,
+            list(self._labels),
+            registry=self._registry,
+            buckets=buckets,
+        )
+        return histogram.labels(**self._labels)
 
     def _request_time(self, name: str, documentation: str) -> Histogram:
         return self._histogram(name, documentation, REQUEST_TIME_BUCKETS)
@@ -299,7 +306,6 @@ class PrometheusStatLogger(StatLoggerBase):
         name: str,
         documentation: str,
         labels: dict[str, str],
-        **options: tuple[float, ...],
     ) -> _Metric:
         """Return the labelled child of a metric, made when its first child is."""
         metric = self._families.get(name)
@@ -309,7 +315,6 @@ class PrometheusStatLogger(StatLoggerBase):
                 documentation,
                 [*self._labels, *labels],
                 registry=self._registry,
-                **options,
             )
             self._families[name] = metric
         assert isinstance(metric, kind), f"{name} is made twice, as two kinds"
