@@ -118,7 +118,7 @@ class NativeOps:
         _check_rows(weight)
         packed = torch.empty(self._c.packed_size(num_columns, size))
         self._c.pack_weight(
-            weight.data_ptr(), weight.stride(0), num_columns, size, packed.data_ptr()
+            weight.data_ptr(), weight.stride()[0], num_columns, size, packed.data_ptr()
         )
         return packed
 
@@ -141,7 +141,7 @@ class NativeOps:
         out = torch.empty((num_rows, num_columns))
         self._c.packed_linear(
             x.data_ptr(),
-            x.stride(0),
+            x.stride()[0],
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
@@ -194,9 +194,9 @@ class NativeOps:
             )
         self._c.fused_add_rms_norm(
             x.data_ptr(),
-            x.stride(0),
+            x.stride()[0],
             residual.data_ptr(),
-            residual.stride(0),
+            residual.stride()[0],
             weight.data_ptr(),
             eps,
             num_rows,
@@ -208,7 +208,7 @@ class NativeOps:
         _check_rows(x)
         out = torch.empty((num_rows, double_size // 2))
         self._c.silu_and_mul(
-            x.data_ptr(), x.stride(0), out.data_ptr(), num_rows, double_size // 2
+            x.data_ptr(), x.stride()[0], out.data_ptr(), num_rows, double_size // 2
         )
         return out
 
@@ -304,14 +304,14 @@ class NativeOps:
         _check_vector(seq_lens, num_reqs, torch.int32)
         failed = self._c.paged_attention(
             query.data_ptr(),
-            query.stride(0),
+            query.stride()[0],
             kv_cache.data_ptr(),
             block_table.data_ptr(),
-            block_table.stride(0),
+            block_table.stride()[0],
             query_start_loc.data_ptr(),
             seq_lens.data_ptr(),
             out.data_ptr(),
-            out.stride(0),
+            out.stride()[0],
             num_tokens,
             num_reqs,
             num_heads,
@@ -348,7 +348,7 @@ class NativeOps:
         out = torch.empty(num_rows, dtype=torch.int64)
         self._c.gumbel_argmax(
             logits.data_ptr(),
-            logits.stride(0),
+            logits.stride()[0],
             keys.data_ptr(),
             None if is_greedy is None else is_greedy.data_ptr(),
             num_rows,
@@ -366,7 +366,7 @@ class NativeOps:
         _check_vector(p, num_rows)
         self._c.top_k_top_p(
             logits.data_ptr(),
-            logits.stride(0),
+            logits.stride()[0],
             k.data_ptr(),
             p.data_ptr(),
             num_rows,
@@ -383,7 +383,7 @@ class NativeOps:
         rank = torch.empty(num_rows, dtype=torch.int32)
         failed = self._c.logprob_stats(
             logits.data_ptr(),
-            logits.stride(0),
+            logits.stride()[0],
             token_ids.data_ptr(),
             num_rows,
             vocab_size,
@@ -408,9 +408,9 @@ class NativeOps:
             )
         failed = self._c.apply_bitmask(
             logits.data_ptr(),
-            logits.stride(0),
+            logits.stride()[0],
             bitmask.data_ptr(),
-            bitmask.stride(0),
+            bitmask.stride()[0],
             rows.data_ptr(),
             num_masks,
             num_rows,
@@ -421,7 +421,8 @@ class NativeOps:
 
 
 def _check_rows(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-    if x.dtype is not dtype or (x.stride(-1) != 1 and x.shape[-1] > 1):
+    # stride() in whole: asking for one dimension costs six times as much.
+    if x.dtype is not dtype or (x.stride()[-1] != 1 and x.shape[-1] > 1):
         raise ValueError(
             f"expected contiguous {dtype} rows, got {x.dtype} with strides {x.stride()}"
         )
@@ -439,22 +440,24 @@ def _check_vector(
 def _row_grid(x: torch.Tensor) -> tuple[int, int, int, int]:
     """Return the outer and inner number of rows of a 2D or 3D tensor, and strides."""
     _check_rows(x)
-    if x.dim() == 3:
-        return x.shape[0], x.shape[1], x.stride(0), x.stride(1)
-    return x.shape[0], 1, x.stride(0), 0
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 3:
+        return shape[0], shape[1], strides[0], strides[1]
+    return shape[0], 1, strides[0], 0
 
 
 def _heads(x: torch.Tensor, num_tokens: int, head_dim: int) -> tuple[int, int]:
     """Return the number of heads of [T, H * D] or [T, H, D], and the token stride."""
     _check_rows(x)
-    width = x.shape[1] if x.dim() == 2 else x.shape[1] * x.shape[2]
-    if x.dim() == 3 and x.shape[1] > 1 and x.stride(1) != x.shape[2]:
-        raise ValueError(f"heads must stand side by side, got strides {x.stride()}")
-    if x.shape[0] < num_tokens or width % head_dim:
+    shape, strides = x.shape, x.stride()
+    width = shape[1] if len(shape) == 2 else shape[1] * shape[2]
+    if len(shape) == 3 and shape[1] > 1 and strides[1] != shape[2]:
+        raise ValueError(f"heads must stand side by side, got strides {strides}")
+    if shape[0] < num_tokens or width % head_dim:
         raise ValueError(
-            f"shape {tuple(x.shape)} for {num_tokens} tokens and heads of {head_dim}"
+            f"shape {tuple(shape)} for {num_tokens} tokens and heads of {head_dim}"
         )
-    return width // head_dim, x.stride(0)
+    return width // head_dim, strides[0]
 
 
 def _cached_head_size(key: torch.Tensor, width: int) -> int:
