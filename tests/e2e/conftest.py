@@ -68,7 +68,7 @@ def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
     """Start `vllm serve` and wait until it is healthy."""
     port = free_port()
     log = tempfile.NamedTemporaryFile(suffix=".log", delete=False)  # noqa: SIM115
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    command = [sys.executable, "-m", "vllm", "serve"]
     process = subprocess.Popen(
         [*command, "--port", str(port), *flags],
         stdout=log,

@@ -1,4 +1,4 @@
-"""Everything wrong that a client can send, in a row, on one server that stays as it was."""
+"""Everything wrong that a client can send, in a row, on one server."""
 
 import time
 from typing import Any
