@@ -318,3 +318,22 @@ def test_logprob_of_the_sampled_token_is_finite_for_a_certain_token(device):
     tensors = step.run().logprobs_tensors
     assert math.isclose(tensors.logprobs.item(), 0.0, abs_tol=1e-6)
     assert tensors.selected_token_ranks.tolist() == [1]
+
+
+def test_a_row_that_is_given_away_keeps_nothing_of_its_last_request(device):
+    step = Step(device, *MIXED, vocab_size=300, output=(5, 3, 5))
+    plain = SamplingParams(seed=11)
+    tokens = [0, 1, 5, 3, 5]
+    for row in range(1, len(MIXED)):
+        step.sampler.remove_request(row)
+        step.sampler.add_request(row, f"new-{row}", plain, tokens[:2], tokens)
+    step.sampler.apply_staged_writes()
+    step.logits[:] = step.logits[0]
+    output = step.run()
+    fresh = Step(device, plain, vocab_size=300, output=(5, 3, 5))
+    fresh.logits[0] = step.logits[0]
+    assert _tokens(output)[1:] == _tokens(fresh.run()) * (len(MIXED) - 1)
+    assert output.logprobs_tensors is None
+    rows = step.rows(list(range(1, len(MIXED))), [1] * (len(MIXED) - 1))
+    processed = step.sampler.apply_sampling_params(step.logits[1:], rows)
+    assert torch.equal(processed, step.logits[1:])

@@ -29,27 +29,34 @@ class AllowedTokenIdsState:
             (max_num_reqs, -(-vocab_size // 32)), dtype=torch.int32, device=device
         )
         self._staged: dict[int, np.ndarray] = {}
+        self._is_stale = False
 
     def add_request(self, req_state_idx: int, sampling_params: SamplingParams) -> None:
         """Fill the request's row."""
-        allowed_token_ids = sampling_params.allowed_token_ids
-        self.is_used_np[req_state_idx] = allowed_token_ids is not None
-        self.is_used.np[req_state_idx] = allowed_token_ids is not None
-        self._staged.pop(req_state_idx, None)
-        if allowed_token_ids is not None:
-            is_allowed = np.zeros(self.bitmask.shape[1] * 32, dtype=np.uint8)
-            is_allowed[allowed_token_ids] = 1
-            packed = np.packbits(is_allowed, bitorder="little")
-            self._staged[req_state_idx] = packed.view("<i4")
+        self.remove_request(req_state_idx)
+        if sampling_params.allowed_token_ids is None:
+            return
+        is_allowed = np.zeros(self.bitmask.shape[1] * 32, dtype=np.uint8)
+        is_allowed[sampling_params.allowed_token_ids] = 1
+        packed = np.packbits(is_allowed, bitorder="little")
+        self._staged[req_state_idx] = packed.view("<i4")
+        self.is_used_np[req_state_idx] = True
+        self.is_used.np[req_state_idx] = 1
+        self._is_stale = True
 
     def remove_request(self, req_state_idx: int) -> None:
         """Empty the request's row."""
-        self.is_used_np[req_state_idx] = False
-        self.is_used.np[req_state_idx] = 0
-        self._staged.pop(req_state_idx, None)
+        if self.is_used_np[req_state_idx]:
+            self.is_used_np[req_state_idx] = False
+            self.is_used.np[req_state_idx] = 0
+            self._staged.pop(req_state_idx, None)
+            self._is_stale = True
 
     def apply_staged_writes(self) -> None:
         """Make the changed rows visible to the device."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
         self.is_used.copy_to_device()
         for req_state_idx, packed in self._staged.items():
             self.bitmask[req_state_idx].copy_(

@@ -27,15 +27,17 @@ class BadWordsState:
         self.prompt_len = UvaBackedTensor(max_num_reqs, torch.int32, device)
         # [max_num_reqs] longest prefix of a row's words, host.
         self.max_prefix_len_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self._is_stale = False
 
     def add_request(
         self, req_state_idx: int, sampling_params: SamplingParams, prompt_len: int
     ) -> None:
         """Fill the request's row."""
+        self.remove_request(req_state_idx)
         words = [word for word in sampling_params.bad_words_token_ids or [] if word]
-        self.is_used_np[req_state_idx] = bool(words)
         if not words:
             return
+        self.is_used_np[req_state_idx] = True
         prefix_lens = np.array([len(word) - 1 for word in words], dtype=np.int32)
         self.words.set_row(
             req_state_idx,
@@ -49,6 +51,7 @@ class BadWordsState:
         )
         self.prompt_len.np[req_state_idx] = prompt_len
         self.max_prefix_len_np[req_state_idx] = prefix_lens.max()
+        self._is_stale = True
 
     def remove_request(self, req_state_idx: int) -> None:
         """Empty the request's row."""
@@ -61,7 +64,9 @@ class BadWordsState:
         """Make the changed rows visible to the device."""
         self.words.apply_staged_writes()
         self.prefix_token_ids.apply_staged_writes()
-        self.prompt_len.copy_to_device()
+        if self._is_stale:
+            self.prompt_len.copy_to_device()
+            self._is_stale = False
 
 
 def apply_bad_words(

@@ -23,6 +23,7 @@ class LogitBiasState:
 
     def add_request(self, req_state_idx: int, sampling_params: SamplingParams) -> None:
         """Fill the request's row."""
+        self.biases.clear_row(req_state_idx)
         logit_bias = sampling_params.logit_bias
         self.is_used_np[req_state_idx] = bool(logit_bias)
         if logit_bias:

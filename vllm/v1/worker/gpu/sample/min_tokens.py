@@ -25,11 +25,13 @@ class MinTokensState:
         self.stop_token_ids = RaggedRows(max_num_reqs, (torch.int32,), device)
         # [max_num_reqs] int64: the first position at which a stop token may stand.
         self.min_stop_position = UvaBackedTensor(max_num_reqs, torch.int64, device)
+        self._is_stale = False
 
     def add_request(
         self, req_state_idx: int, sampling_params: SamplingParams, prompt_len: int
     ) -> None:
         """Fill the request's row."""
+        self.stop_token_ids.clear_row(req_state_idx)
         stop_token_ids = sampling_params.all_stop_token_ids
         is_used = sampling_params.min_tokens > 0 and bool(stop_token_ids)
         self.is_used_np[req_state_idx] = is_used
@@ -40,6 +42,7 @@ class MinTokensState:
             self.min_stop_position.np[req_state_idx] = (
                 prompt_len + sampling_params.min_tokens
             )
+            self._is_stale = True
 
     def remove_request(self, req_state_idx: int) -> None:
         """Empty the request's row."""
@@ -49,7 +52,9 @@ class MinTokensState:
     def apply_staged_writes(self) -> None:
         """Make the changed rows visible to the device."""
         self.stop_token_ids.apply_staged_writes()
-        self.min_stop_position.copy_to_device()
+        if self._is_stale:
+            self.min_stop_position.copy_to_device()
+            self._is_stale = False
 
 
 def apply_min_tokens(

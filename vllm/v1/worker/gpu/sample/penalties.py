@@ -43,6 +43,7 @@ class PenaltiesState:
             else torch.zeros(shape, dtype=torch.int32, device=device)
         )
         self._staged: dict[int, np.ndarray] = {}
+        self._is_stale = False
 
     def add_request(
         self,
@@ -52,16 +53,16 @@ class PenaltiesState:
         prefill_token_ids: list[int],
     ) -> None:
         """Fill the request's row; what lies beyond the prompt was its output before."""
+        self.remove_request(req_state_idx)
         is_used = (
             sampling_params.presence_penalty != 0.0
             or sampling_params.frequency_penalty != 0.0
             or sampling_params.repetition_penalty != 1.0
         )
-        self.is_used_np[req_state_idx] = is_used
-        self.is_used.np[req_state_idx] = is_used
-        self._staged.pop(req_state_idx, None)
         if not is_used:
             return
+        self.is_used_np[req_state_idx] = True
+        self.is_used.np[req_state_idx] = 1
         self.presence.np[req_state_idx] = sampling_params.presence_penalty
         self.frequency.np[req_state_idx] = sampling_params.frequency_penalty
         self.repetition.np[req_state_idx] = sampling_params.repetition_penalty
@@ -69,15 +70,21 @@ class PenaltiesState:
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt_token_ids] |= 1
         self._staged[req_state_idx] = counts
+        self._is_stale = True
 
     def remove_request(self, req_state_idx: int) -> None:
         """Empty the request's row."""
-        self.is_used_np[req_state_idx] = False
-        self.is_used.np[req_state_idx] = 0
-        self._staged.pop(req_state_idx, None)
+        if self.is_used_np[req_state_idx]:
+            self.is_used_np[req_state_idx] = False
+            self.is_used.np[req_state_idx] = 0
+            self._staged.pop(req_state_idx, None)
+            self._is_stale = True
 
     def apply_staged_writes(self) -> None:
         """Make the changed rows visible to the device."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
         for numbers in (self.is_used, self.presence, self.frequency, self.repetition):
             numbers.copy_to_device()
         for req_state_idx, counts in self._staged.items():

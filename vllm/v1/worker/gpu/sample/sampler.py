@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bia
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.min_tokens import MinTokensState, apply_min_tokens
+from vllm.v1.worker.gpu.sample.output import no_samples, spread_rows
 from vllm.v1.worker.gpu.sample.penalties import (
     PenaltiesState,
     apply_penalties,
@@ -223,8 +224,12 @@ class Sampler:
         """
         assert len(logits) <= rows.num_reqs, "a request owns several logit rows"
         if len(logits) == 0:
-            return _no_samples(rows.num_reqs, self._device)
-        num_nans = _count_nans(logits, rows) if self._counts_nans else None
+            return no_samples(rows.num_reqs, self._device)
+        num_nans = None
+        if self._counts_nans:
+            num_nans = spread_rows(
+                logits.isnan().sum(dim=-1, dtype=torch.int32), rows.layout, fill=0
+            )
         logprob_rows = self._find_logprob_rows(rows)
         effects = self._effects(rows, apply_grammar)
         scored = None
@@ -251,7 +256,7 @@ class Sampler:
             )
         num_rows = torch.diff(rows.layout.cu_num_logits)
         return SamplerOutput(
-            _per_request(sampled, rows, fill=-1).unsqueeze(1),
+            spread_rows(sampled, rows.layout, fill=-1).unsqueeze(1),
             num_rows,
             logprobs_tensors,
             num_nans,
@@ -400,24 +405,3 @@ class Sampler:
             chosen_token_ids=chosen if has_chosen else None,
             expanded_idx_mapping=logprob_rows.select(rows.expanded_idx_mapping),
         )
-
-
-def _per_request(values: torch.Tensor, rows: SamplingRows, fill: int) -> torch.Tensor:
-    """Spread values [num_logits] over the requests; `fill` where one owns no row."""
-    if len(values) == rows.num_reqs:
-        return values
-    cu_num_logits = rows.layout.cu_num_logits
-    first_row = cu_num_logits[:-1].clamp(max=len(values) - 1)
-    return values[first_row].masked_fill(torch.diff(cu_num_logits) == 0, fill)
-
-
-def _count_nans(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    num_nans = logits.isnan().sum(dim=-1, dtype=torch.int32)
-    return _per_request(num_nans, rows, fill=0)
-
-
-def _no_samples(num_reqs: int, device: torch.device) -> SamplerOutput:
-    return SamplerOutput(
-        torch.full((num_reqs, 1), -1, dtype=torch.int64, device=device),
-        torch.zeros(num_reqs, dtype=torch.int32, device=device),
-    )
