@@ -52,7 +52,7 @@ def run_server(args: argparse.Namespace) -> None:
     if bool(frontend.ssl_keyfile) != bool(frontend.ssl_certfile):
         raise UnsupportedError("HTTPS needs both --ssl-keyfile and --ssl-certfile")
     # Before the engine: an address in use must not cost a start.
-    listener = _listen(frontend)
+    listener = listen(frontend)
     _warn_if_open(frontend)
     # Loads while the engine process starts.
     loader = threading.Thread(target=_load_web_modules, name="load-web", daemon=True)
@@ -63,7 +63,7 @@ def run_server(args: argparse.Namespace) -> None:
     engine = AsyncLLM.from_vllm_config(vllm_config)
     try:
         loader.join()
-        is_healthy = uvloop.run(_serve(engine, frontend, listener, start))
+        is_healthy = uvloop.run(serve(engine, frontend, listener, start))
     finally:
         engine.shutdown()
         if frontend.uds and os.path.exists(frontend.uds):
@@ -80,15 +80,14 @@ def _load_web_modules() -> None:
         import_module(name)
 
 
-def _listen(args: FrontendArgs) -> socket.socket:
+def listen(args: FrontendArgs) -> socket.socket:
+    """Return a socket that is bound to the address of `args`, not open yet.
+
+    Raises:
+        OSError: the address is in use or does not exist.
+    """
     if args.uds:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        if os.path.exists(args.uds):
-            raise OSError(f"--uds {args.uds}: the file exists already; remove it")
-        listener.bind(args.uds)
-        # Only this user: whoever reaches the socket may use the server.
-        os.chmod(args.uds, 0o600)
-        return listener
+        return _listen_on_file(args.uds)
     family, _, _, _, address = socket.getaddrinfo(
         args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -105,6 +104,20 @@ def _listen(args: FrontendArgs) -> socket.socket:
     return listener
 
 
+def _listen_on_file(path: str) -> socket.socket:
+    if os.path.exists(path):
+        raise OSError(f"--uds {path}: the file exists already; remove it")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        # Only this user: whoever reaches the socket may use the server.
+        os.chmod(path, 0o600)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def _warn_if_open(args: FrontendArgs) -> None:
     is_local = args.uds or args.host in ("127.0.0.1", "localhost", "::1")
     if not is_local and not args.api_key:
@@ -115,14 +128,14 @@ def _warn_if_open(args: FrontendArgs) -> None:
         )
 
 
-async def _serve(
+async def serve(
     engine: "AsyncLLM", args: FrontendArgs, listener: socket.socket, start: float
 ) -> bool:
     """Serve until a signal comes or the engine stops; return whether it was healthy."""
     from vllm.entrypoints.openai.app import build_app
 
     app = build_app(engine, args)
-    server = _make_server(app, args)
+    server = make_server(app, args)
     _configure_server_logs(args)
     stopper = _Stopper(server, app.state.in_flight)
     loop = asyncio.get_running_loop()
@@ -145,7 +158,8 @@ async def _serve(
     return is_healthy
 
 
-def _make_server(app: "FastAPI", args: FrontendArgs) -> "uvicorn.Server":
+def make_server(app: "FastAPI", args: FrontendArgs) -> "uvicorn.Server":
+    """Return the HTTP server of `app`."""
     import uvicorn
 
     from vllm.entrypoints.openai.http_protocol import LimitedHttpProtocol
@@ -213,7 +227,7 @@ async def _watch(engine: "AsyncLLM", server: "uvicorn.Server") -> None:
     server.should_exit = True
 
 
-class _PathFilter(logging.Filter):
+class PathFilter(logging.Filter):
     """Drops the access lines of some paths."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
@@ -237,7 +251,7 @@ def _configure_server_logs(args: FrontendArgs) -> None:
     server_logger.propagate = False
     access_logger = logging.getLogger("uvicorn.access")
     if args.disable_access_log_for_endpoints:
-        access_logger.addFilter(_PathFilter(args.disable_access_log_for_endpoints))
+        access_logger.addFilter(PathFilter(args.disable_access_log_for_endpoints))
     if args.disable_uvicorn_access_log:
         access_logger.disabled = True
 

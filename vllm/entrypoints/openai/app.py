@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.cli_args import FrontendArgs
 from vllm.entrypoints.openai.encoding import error_response, json_response
 from vllm.entrypoints.openai.errors import (
     ClientDisconnectedError,
+    ErrorInfo,
     error_from,
     error_from_status,
 )
@@ -127,6 +128,7 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
         ],
     )
     app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(Exception, _answer_unforeseen)
     _add_middleware(app, args, http_metrics)
     return app
 
@@ -235,9 +237,15 @@ def _add_monitoring_routes(
             return Response(status_code=503)
         return Response()
 
-    @app.api_route("/ping", methods=["GET", "POST"], response_class=Response)
-    async def ping() -> Response:
-        return await health()
+    # Two routes, or both would have the same id in the OpenAPI document.
+    for method in ("GET", "POST"):
+        app.add_api_route(
+            "/ping",
+            health,
+            methods=[method],
+            name=f"ping_{method.lower()}",
+            response_class=Response,
+        )
 
     @app.get("/version")
     async def version() -> Response:
@@ -269,6 +277,12 @@ async def _answer_http_exception(request: Request, exception: Exception) -> Resp
     assert isinstance(exception, HTTPException), "registered for this class"
     error = error_from_status(exception.status_code, str(exception.detail))
     return error_response(error, exception.headers)
+
+
+async def _answer_unforeseen(request: Request, exception: Exception) -> Response:
+    # The server logs it with its traceback.
+    error = ErrorInfo("Internal server error", "InternalServerError", None, 500)
+    return error_response(error)
 
 
 def _add_middleware(app: FastAPI, args: FrontendArgs, metrics: HttpMetrics) -> None:

@@ -4,7 +4,6 @@ from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field, WithJsonSchema
-from pydantic.types import FailFast
 
 from vllm.entrypoints.openai.limits import MAX_LIST_LENGTH, MAX_MESSAGES
 from vllm.entrypoints.openai.protocol.common import (
@@ -47,10 +46,10 @@ Message = Annotated[
     ),
 ]
 Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
 Documents = Annotated[
-    list[dict[str, Any]], Field(max_length=MAX_LIST_LENGTH), FailFast()
+    list[dict[str, Any]], Field(max_length=MAX_LIST_LENGTH, fail_fast=True)
 ]
 
 

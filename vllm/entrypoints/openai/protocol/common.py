@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.types import FailFast
 
 from vllm.entrypoints.openai.limits import MAX_LIST_LENGTH, MAX_NAME_LENGTH
 from vllm.entrypoints.openai.protocol.refused import check_extra_fields
@@ -18,9 +17,9 @@ from vllm.sampling_params import (
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
-# FailFast: one error a list, or a body of bad items would grow into a huge answer.
-StrList = Annotated[list[str], Field(max_length=MAX_LIST_LENGTH), FailFast()]
-IntList = Annotated[list[Int64], Field(max_length=MAX_LIST_LENGTH), FailFast()]
+# fail_fast: one error a list, or a body of bad items would grow into a huge answer.
+StrList = Annotated[list[str], Field(max_length=MAX_LIST_LENGTH, fail_fast=True)]
+IntList = Annotated[list[Int64], Field(max_length=MAX_LIST_LENGTH, fail_fast=True)]
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 # Request field -> sampling parameter, where a model's defaults fill what is left out.
