@@ -189,7 +189,9 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = self._raw.get(name, default)
+        value = self._raw.get(name)
+        if value is None:
+            return default
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise self.error(name, "must be a number > 0")
         return float(value)

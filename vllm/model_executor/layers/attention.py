@@ -1,13 +1,13 @@
 """Attention of one layer over its part of the paged cache."""
 
 import torch
-from torch import nn
 
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.layer import Layer
 from vllm.v1.attention.backend import AttentionBackend
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Stores new keys and values, then attends to all of the request's.
 
     Args:

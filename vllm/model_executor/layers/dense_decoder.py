@@ -6,6 +6,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.embedding import VocabEmbedding
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.mlp import GatedMLP
@@ -15,7 +16,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Layer):
     """Projections, rotary embedding and attention of one layer.
 
     Args:
@@ -70,7 +71,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(self.attn(q, k, v))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention and feed-forward, each behind a norm of the residual stream."""
 
     def __init__(
@@ -125,7 +126,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class DenseDecoder(nn.Module):
+class DenseDecoder(Layer):
     """Embedding, layers and final norm; also what a drafter taps on the way."""
 
     def __init__(
@@ -175,7 +176,7 @@ class DenseDecoder(nn.Module):
         return x, [taps[layer_idx] for layer_idx in self.tap_layer_ids]
 
 
-class DenseCausalLM(nn.Module):
+class DenseCausalLM(Layer):
     """A dense decoder with its output layer; the base of one architecture a file.
 
     Args:

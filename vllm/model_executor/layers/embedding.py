@@ -2,10 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+
+from vllm.model_executor.layers.layer import Layer, empty_weight
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(Layer):
     """One row a token.
 
     Args:
@@ -18,9 +19,7 @@ class VocabEmbedding(nn.Module):
         self, num_embeddings: int, embedding_dim: int, name: str, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(num_embeddings, embedding_dim, dtype=dtype), False
-        )
+        self.weight = empty_weight(num_embeddings, embedding_dim, dtype=dtype)
         self.name = name
 
     def weight_slots(self) -> dict[str, torch.Tensor]:

@@ -1,12 +1,12 @@
 """Root-mean-square normalisation."""
 
 import torch
-from torch import nn
 
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.layer import Layer, empty_weight
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / rms(x) * weight over the last dimension.
 
     Args:
@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, name: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), False)
+        self.weight = empty_weight(size, dtype=dtype)
         self.eps = eps
         self.name = name
 

@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.layer import Layer, empty_weight
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """y = x W^T + b, with the weights of several checkpoint layers stacked in W.
 
     Args:
@@ -33,14 +34,9 @@ class Linear(nn.Module):
         self.out_features = sum(shards.values())
         self.is_tied = tied_weight is not None
         if tied_weight is None:
-            empty = torch.empty(self.out_features, in_features, dtype=dtype)
-            tied_weight = nn.Parameter(empty, requires_grad=False)
+            tied_weight = empty_weight(self.out_features, in_features, dtype=dtype)
         self.weight = tied_weight
-        self.bias = (
-            nn.Parameter(torch.empty(self.out_features, dtype=dtype), False)
-            if bias
-            else None
-        )
+        self.bias = empty_weight(self.out_features, dtype=dtype) if bias else None
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Return checkpoint name -> where that tensor goes."""

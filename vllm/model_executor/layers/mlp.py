@@ -1,13 +1,13 @@
 """The gated feed-forward block."""
 
 import torch
-from torch import nn
 
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import Linear
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """down(silu(gate(x)) * up(x)).
 
     Args:

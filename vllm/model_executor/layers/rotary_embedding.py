@@ -8,13 +8,13 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.layer import Layer
 from vllm.transformers_utils.config import HfConfig
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """Rotates the two halves of each head.
 
     Args:
