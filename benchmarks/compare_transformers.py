@@ -53,9 +53,10 @@ class TransformersEngine:
 
     def __init__(self) -> None:
         sys.path.insert(0, str(REPOSITORY))
-        from tests.model_executor.hf_reference import load_embedded_hf_model
+        from tests.model_executor.hf_reference import llama_from_gguf
+        from vllm.transformers_utils.model_files import resolve_model_path
 
-        self._model = load_embedded_hf_model()
+        self._model = llama_from_gguf(resolve_model_path(None))
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
         """Answer the one prompt; return the number of tokens."""
@@ -171,7 +172,7 @@ def main() -> None:
         work(args.worker)
         return
     figures = measure(args.rounds, args.input_len, args.output_len)
-    print(f"median of {args.rounds} rounds, prompts of {args.input_len} tokens, ")
+    print(f"median of {args.rounds} rounds, prompts of {args.input_len} tokens,")
     print(f"answers of {args.output_len} tokens, float32, greedy\n")
     for setting, rate in figures["tokens_per_s"].items():
         print(f"{setting:20} {rate:9.1f} tokens/s")
