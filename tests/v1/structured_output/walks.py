@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -61,13 +61,15 @@ def make_grammar(
 
 
 def make_manager(
-    backend_name: str = "auto", vocab_size: int = VOCAB_SIZE, **config: Any
+    backend_name: str = "auto",
+    vocab_size: int = VOCAB_SIZE,
+    load_tokenizer: Callable[[], Tokenizer] = tokenizer,
 ) -> StructuredOutputManager:
     vllm_config: Any = SimpleNamespace(
-        structured_outputs_config=StructuredOutputsConfig(backend_name, **config),
+        structured_outputs_config=StructuredOutputsConfig(backend_name),
         model_config=SimpleNamespace(vocab_size=vocab_size),
     )
-    return StructuredOutputManager(vllm_config, tokenizer)
+    return StructuredOutputManager(vllm_config, load_tokenizer)
 
 
 def make_request(

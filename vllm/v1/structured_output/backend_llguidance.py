@@ -46,7 +46,7 @@ class GuidanceBackend(StructuredOutputBackend):
             self._tokenizer = llguidance.LLTokenizer(
                 llguidance.TokenizerWrapper(_TokenizerView(vocabulary))
             )
-        num_threads = min(len(os.sched_getaffinity(0)), MAX_FILL_THREADS)
+        num_threads = min(os.cpu_count() or 1, MAX_FILL_THREADS)
         self._executor = llguidance.LLExecutor(num_threads)
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
 

@@ -106,17 +106,21 @@ class XgrammarGrammar(StructuredOutputGrammar):
         self._closed: bool | None = None
 
     def compute_mask_words(self) -> np.ndarray:
-        """Return the mask of the first token, with the end mark."""
+        """Return [num_mask_words] int32 of the next token, with the end mark."""
         words = np.empty((1, self.vocabulary.num_mask_words), dtype=np.int32)
         self._matcher.fill_next_token_bitmask(torch.from_numpy(words))
         return words[0]
 
     def _accept_text(self, token_id: int) -> bool:
         self._closed = None
-        # An empty token is a special one to xgrammar, and it says so on stderr.
+        # xgrammar reports the id of a special token on stderr.
         if token_id in self.vocabulary.special_token_ids:
             return False
-        return bool(self._matcher.accept_token(token_id))
+        try:
+            return bool(self._matcher.accept_token(token_id))
+        except RuntimeError as error:
+            self.fail(_to_sentence(str(error)))
+            return False
 
     def _rollback_text(self, num_tokens: int) -> None:
         self._closed = None
@@ -127,13 +131,16 @@ class XgrammarGrammar(StructuredOutputGrammar):
 
     def _is_closed(self) -> bool:
         if self._closed is None:
-            self._closed = self._may_end() and allows_only_end(
-                self.compute_mask_words(), self.vocabulary
-            )
+            words = self._compute_words() if self._may_end() else None
+            self._closed = words is not None and allows_only_end(words, self.vocabulary)
         return self._closed
 
     def _compute_words(self) -> np.ndarray | None:
-        return self.compute_mask_words()
+        try:
+            return self.compute_mask_words()
+        except RuntimeError as error:
+            self.fail(_to_sentence(str(error)))
+            return None
 
 
 def _create_compiler(

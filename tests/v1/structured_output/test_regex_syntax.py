@@ -1,0 +1,75 @@
+import pytest
+
+from vllm.v1.structured_output.regex_syntax import (
+    describe_regex_fault,
+    escape_regex,
+    is_fully_anchored,
+    narrow_classes,
+)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["", "abc", r"\(", "[(]", "[]a]", "[^]a]", "(?:a|b){2,3}", "(?P<x>a)", r"\\", "a{"],
+)
+def test_well_formed_patterns_pass(pattern):
+    assert describe_regex_fault(pattern) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [
+        ("(", "unclosed ("),
+        ("a)", "unmatched )"),
+        ("[a", "unclosed ["),
+        ("a\\", "lone backslash"),
+        ("(?=a)b", "lookaround"),
+        ("(?<!a)b", "lookaround"),
+        (r"(a)\1", "back reference"),
+        (r"(?P<x>a)(?P=x)", "back reference"),
+        (r"\bfoo", r"assertion \b"),
+        ("(" * 200 + ")" * 200, "deeper than 100"),
+        ("(" * 50_000, "longer than 10000"),
+        ("a{1000000}", "more than 100000 times"),
+        ("a{1,1000000}", "more than 100000 times"),
+    ],
+)
+def test_faults_are_named(pattern, fault):
+    assert fault in (describe_regex_fault(pattern) or "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^a$", True),
+        ("a", False),
+        ("^a", False),
+        (r"^a\$", False),
+        ("^a|b$", False),
+        ("^(a|b)$", True),
+        ("^a^b$", False),
+        ("^[$|^]$", True),
+    ],
+)
+def test_full_anchoring(pattern, expected):
+    assert is_fully_anchored(pattern) is expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "narrowed"),
+    [
+        (r"\d+", "[0-9]+"),
+        (r"[\w.]", "[0-9A-Za-z_.]"),
+        # Narrower members would make a negated class wider.
+        (r"[^\d]", r"[^\d]"),
+        (r"\D", r"\D"),
+        (r"\\d", r"\\d"),
+        (r"\[\d", r"\[[0-9]"),
+    ],
+)
+def test_classes_are_only_made_narrower(pattern, narrowed):
+    assert narrow_classes(pattern) == narrowed
+
+
+def test_escaping_covers_every_metacharacter():
+    assert escape_regex("a.b|c") == r"a\.b\|c"

@@ -1,0 +1,238 @@
+"""What is refused before a request reaches the engine, and how it is named."""
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from vllm.config import StructuredOutputsConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.grammar_spec import resolve_spec
+from vllm.v1.structured_output.validation import validate_structured_outputs
+
+AUTO = StructuredOutputsConfig()
+
+
+def refusal(backend: str = "auto", **params: Any) -> VLLMValidationError:
+    with pytest.raises(VLLMValidationError) as caught:
+        validate_structured_outputs(
+            StructuredOutputsParams(**params), StructuredOutputsConfig(backend=backend)
+        )
+    return caught.value
+
+
+def nested(levels: int) -> str:
+    return '{"items":' * levels + "{}" + "}" * levels
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "an object or a boolean"),
+        (False, "accepts nothing"),
+        ('{"const": NaN}', "NaN"),
+        ({"type": "foo"}, "#/type must be one or more of"),
+        ({"type": []}, "#/type"),
+        ({"properties": {"a": "x"}}, "#/properties/a must be a schema"),
+        ({"properties": ["a"]}, "#/properties must be an object of schemas"),
+        ({"anyOf": {"type": "string"}}, "#/anyOf must be a list"),
+        ({"anyOf": []}, "#/anyOf must hold at least one"),
+        ({"minLength": "2"}, "#/minLength must be a whole number"),
+        ({"minItems": -1}, "#/minItems"),
+        ({"maxLength": 10**7}, "#/maxLength"),
+        ({"type": "number", "maximum": 1e30}, "#/maximum must be a number between"),
+        ({"exclusiveMinimum": True}, "#/exclusiveMinimum must be a number"),
+        ({"multipleOf": 0}, "#/multipleOf must be a number above 0"),
+        ({"required": "a"}, "#/required must be a list"),
+        ({"enum": []}, "#/enum must be a list with at least one value"),
+        ({"enum": ["\x01"]}, "control character"),
+        ({"pattern": "(a"}, "#/pattern has an unclosed ("),
+        ({"pattern": "(?=a)"}, "lookaround"),
+        ({"patternProperties": {"[a": {}}}, "#/patternProperties has an unclosed ["),
+        ({"$ref": "#"}, "#/$ref refers to itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "to itself"),
+        ({"$ref": "#/$defs/none"}, "there is nothing at #/$defs/none"),
+        ({"x-guidance": {"lenient": True}}, "#/x-guidance"),
+        ({"type": "object", "minProperties": 2}, "#/minProperties above 1 needs"),
+        ({"type": "string", "format": "iri"}, "the format 'iri' is not supported"),
+        (nested(10_000), "nests deeper than 100 levels"),
+        ({"description": "x" * 300_000}, "larger than 262144 bytes"),
+    ],
+)
+def test_a_bad_schema_is_refused_with_its_path(schema, message):
+    error = refusal(json=schema)
+    assert message in error.message
+    assert error.parameter == "structured_outputs.json"
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"not": {"type": "string"}},
+        {"if": {"type": "string"}},
+        {"contains": {"const": 1}},
+        {"uniqueItems": True},
+        {"dependentRequired": {"a": ["b"]}},
+        {"dependentSchemas": {"a": {}}},
+        {"dependencies": {"a": ["b"]}},
+        {"$dynamicRef": "#a"},
+        {"unevaluatedProperties": False, "anyOf": [{"type": "object"}]},
+        {"unevaluatedItems": False, "allOf": [{"type": "array"}]},
+    ],
+    ids=lambda keyword: next(iter(keyword)),
+)
+def test_a_keyword_that_nothing_enforces_is_refused_by_name_and_path(keyword):
+    name = next(iter(keyword))
+    error = refusal(json={"properties": {"a": keyword}})
+    assert f"#/properties/a/{name}" in error.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"uniqueItems": False},
+        {"unevaluatedProperties": True},
+        {"minContains": 2},
+        {"then": {"type": "string"}},
+        {"propertyNames": True},
+    ],
+    ids=lambda schema: next(iter(schema)),
+)
+def test_a_keyword_that_means_nothing_is_no_reason_to_refuse(schema):
+    assert resolve_spec(StructuredOutputsParams(json=schema), AUTO).text == "{}"
+
+
+def test_unknown_keywords_are_annotations_as_json_schema_says():
+    schema = {"type": "integer", "x-order": 1, "title": "Age"}
+    validate_structured_outputs(StructuredOutputsParams(json=schema), AUTO)
+
+
+def test_one_of_with_distinct_values_becomes_any_of():
+    schema = {"oneOf": [{"const": 1}, {"enum": [2, "a"]}]}
+    text = resolve_spec(StructuredOutputsParams(json=schema), AUTO).text
+    assert text == '{"anyOf": [{"const": 1}, {"enum": [2, "a"]}]}'
+
+
+def test_one_of_with_a_shared_value_stays_exclusive():
+    schema = {"oneOf": [{"const": 1}, {"const": 1.0}]}
+    assert "oneOf" in resolve_spec(StructuredOutputsParams(json=schema), AUTO).text
+
+
+def test_unevaluated_properties_alone_are_additional_properties():
+    schema = {"properties": {"a": {}}, "unevaluatedProperties": False}
+    text = resolve_spec(StructuredOutputsParams(json=schema), AUTO).text
+    assert text == '{"properties": {"a": {}}, "additionalProperties": false}'
+
+
+@pytest.mark.parametrize("of_config", [False, True])
+def test_additional_properties_can_be_closed_by_request_and_by_config(of_config):
+    params = StructuredOutputsParams(
+        json={"properties": {"a": {"type": "object", "additionalProperties": True}}},
+        disable_additional_properties=not of_config,
+    )
+    config = StructuredOutputsConfig(disable_additional_properties=of_config)
+    assert resolve_spec(params, config).text == (
+        '{"properties": {"a": {"type": "object", "additionalProperties": true}}, '
+        '"additionalProperties": false}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"allOf": [{"type": "string"}]}, "allOf"),
+        ({"minimum": 3}, "minimum without the type"),
+        ({"type": "string", "pattern": "a"}, "patterns of the form ^...$"),
+        ({"type": "string", "pattern": "^a$", "minLength": 1}, "at a time"),
+        ({"type": "string", "enum": ["a", 1]}, "beside enum"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+        ({"type": "object", "required": ["z"]}, "required"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "minimum": 1}, "beside $ref"),
+    ],
+)
+def test_what_xgrammar_would_ignore_is_refused_for_it(schema, message):
+    assert message in refusal("xgrammar", json=schema).message
+
+
+def test_auto_gives_to_xgrammar_what_only_xgrammar_enforces():
+    schema = {"type": "string", "format": "json-pointer"}
+    spec = resolve_spec(StructuredOutputsParams(json=schema), AUTO)
+    assert spec.backends == ("xgrammar",)
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter", "message"),
+    [
+        ({"regex": "("}, "structured_outputs.regex", "unclosed ("),
+        ({"regex": "(" * 50_000}, "structured_outputs.regex", "longer than"),
+        ({"regex": "a(?<=b)"}, "structured_outputs.regex", "lookaround"),
+        ({"choice": ["a"] * 10_001}, "structured_outputs.choice", "at most 10000"),
+        ({"choice": ["a" * 300_000]}, "structured_outputs.choice", "262144 bytes"),
+        ({"grammar": "a: b"}, "structured_outputs.grammar", "start:"),
+        (
+            {"grammar": "start: " + "a" * 200_000},
+            "structured_outputs.grammar",
+            "131072",
+        ),
+    ],
+)
+def test_other_constraints_name_their_field(params, parameter, message):
+    error = refusal(**params)
+    assert error.parameter == parameter
+    assert message in error.message
+
+
+@pytest.mark.parametrize("pattern", ["[ ]*", r"\s?", "x?", "([ ]{9}){9}", "( "])
+def test_a_whitespace_pattern_is_whitespace_and_bounded(pattern):
+    error = refusal(json_object=True, whitespace_pattern=pattern)
+    assert "whitespace_pattern" in error.message
+
+
+@pytest.mark.parametrize("pattern", [" ?", r"[ \n]{0,8}", r"(?: |\n)?", "  "])
+def test_bounded_whitespace_patterns_are_taken(pattern):
+    params = StructuredOutputsParams(json_object=True, whitespace_pattern=pattern)
+    assert resolve_spec(params, AUTO).whitespace_pattern == pattern
+
+
+def test_json_options_beside_a_regex_are_refused():
+    error = refusal(regex="a", disable_any_whitespace=True)
+    assert "disable_any_whitespace has no meaning beside regex" in error.message
+
+
+def test_response_format_is_named_when_the_schema_came_from_there():
+    with pytest.raises(VLLMValidationError) as caught:
+        validate_structured_outputs(
+            StructuredOutputsParams(json={"type": "foo"}), AUTO, "response_format"
+        )
+    assert caught.value.parameter == "response_format.json_schema.schema"
+
+
+def test_hostile_input_is_refused_within_a_second():
+    started = time.monotonic()
+    refusal(json=nested(10_000))
+    refusal(json={"pattern": "(" * 50_000})
+    refusal(json='{"a":' * 40_000)
+    assert time.monotonic() - started < 1
+
+
+def test_deep_parsed_schemas_do_not_recurse():
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    assert "nests deeper" in refusal(json=schema).message
+
+
+def test_the_check_imports_neither_torch_nor_a_grammar_library():
+    script = (
+        "import sys, vllm.v1.structured_output.validation;"
+        "bad = {'torch', 'llguidance', 'xgrammar', 'transformers'} & set(sys.modules);"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
