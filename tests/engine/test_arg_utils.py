@@ -154,6 +154,15 @@ def test_a_length_beyond_the_models_is_refused_unless_allowed(model_dir, monkeyp
     assert create(model_dir, max_model_len=2048).model_config.max_model_len == 2048
 
 
+@pytest.mark.parametrize("original", [None, 1024])
+def test_a_yarn_model_is_as_long_as_its_extension(tmp_path, original):
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"rope_scaling": scaling}))
+    assert create(str(tmp_path)).model_config.max_model_len == 4096
+
+
 @pytest.mark.parametrize(
     ("kwargs", "defaults"),
     [

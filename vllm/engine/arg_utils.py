@@ -251,7 +251,7 @@ class EngineArgs:
         return tuple(names or ()) or (self.model or EMBEDDED_MODEL_NAME,)
 
     def _max_model_len(self, hf_config: HfConfig) -> int:
-        limit = hf_config.max_position_embeddings
+        limit = _max_positions(hf_config)
         wanted = self.max_model_len
         if wanted is None or wanted <= limit:
             return wanted or limit
@@ -265,7 +265,7 @@ class EngineArgs:
             return wanted
         raise _invalid(
             "max_model_len",
-            f"must be at most {limit}, the model's max_position_embeddings (set "
+            f"must be at most {limit}, the positions that the model was made for (set "
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 to go beyond at your own risk)",
             wanted,
         )
@@ -393,6 +393,17 @@ def _check_override(override: dict[str, Any]) -> None:
                 f"unknown key {parameter}{did_you_mean(key, _GENERATION_FIELDS)}",
                 parameter=parameter,
             )
+
+
+def _max_positions(hf_config: HfConfig) -> int:
+    """Return the positions that the model was made for, RoPE scaling included."""
+    limit = hf_config.max_position_embeddings
+    scaling = hf_config.rope_scaling or {}
+    if scaling.get("rope_type") != "yarn":
+        return limit
+    # A YaRN configuration may name the length before or after the extension.
+    original = scaling.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * scaling["factor"]))
 
 
 def _eos_token_ids(generation_config: dict[str, Any]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from vllm import _custom_ops, envs
+from vllm.platforms import num_usable_cpus
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.version import __version__
 
@@ -37,7 +38,7 @@ def collect() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cpu cores usable": str(len(os.sched_getaffinity(0))),
+        "cpu cores usable": str(num_usable_cpus()),
         "memory total": f"{memory.total / 2**30:.1f} GiB",
         "memory available": f"{memory.available / 2**30:.1f} GiB",
         "compiled CPU operators": "yes" if _custom_ops.has_cpu_ops() else "no",
