@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from tests.model_executor.harness import Session, load
+from tests.model_executor.harness import Session, load, make_config
 from tests.model_executor.hf_reference import tiny_model
 from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.interfaces import CausalLM, SupportsTaps
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -82,3 +83,14 @@ def test_logits_of_no_rows_are_empty(model):
         logits = model.compute_logits(torch.empty(0, 64))
     assert logits.shape == (0, 96)
     assert logits.dtype is torch.float32
+
+
+def test_every_tensor_is_on_the_models_device(checkpoint, device):
+    model = load_model(make_config(checkpoint[0]), device)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {device.type}
+    token_ids = torch.tensor(TOKENS, device=device)
+    positions = torch.arange(len(TOKENS), device=device)
+    with torch.inference_mode(), set_forward_context(ForwardContext(None, {})):
+        logits = model.compute_logits(model(token_ids, positions))
+    assert logits.device.type == device.type

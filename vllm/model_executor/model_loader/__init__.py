@@ -25,7 +25,8 @@ def load_model(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
     model_class = get_model_class(model_config.hf_config.architecture)
     with torch.device(device), torch.no_grad():
         model = model_class(vllm_config, get_attn_backend(device, dtype))
-    model.requires_grad_(False).eval()
+    # Weights were made on the device; tables that are computed were not.
+    model.to(device).requires_grad_(False).eval()
     slots = WeightSlots(model)
     with torch.no_grad():
         _fill(vllm_config, slots)
