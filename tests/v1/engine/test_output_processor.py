@@ -59,6 +59,20 @@ def test_a_stop_string_before_the_length_limit_wins(processor, tokenizer):
     assert result.reqs_to_abort == []
 
 
+def test_the_last_token_of_a_closed_grammar_is_text_and_a_stop_token_is_not(
+    processor, tokenizer
+):
+    tokens = byte_ids(tokenizer, "ab")
+    texts = []
+    for request_id, eos_token_id in (("grammar", 0), ("stop", tokens[-1])):
+        add(processor, request_id, eos_token_id=eos_token_id)
+        result = step(processor, request_id, tokens, FinishReason.STOP)
+        completion = result.request_outputs[0].outputs[0]
+        assert completion.token_ids == tokens
+        texts.append(completion.text)
+    assert texts == ["ab", "a"]
+
+
 def test_one_token_a_step_and_many_give_the_same(processor, tokenizer):
     tokens = byte_ids(tokenizer, "a☺ END b")
     for request_id, size in (("one", 1), ("many", 4)):

@@ -68,6 +68,7 @@ class RequestState:
             tokenizer, token_table, params, request.prompt_token_ids
         )
         self.logprobs = LogprobsProcessor(token_table, params, request.prompt_token_ids)
+        self._stop_token_ids = {params.eos_token_id, *params.all_stop_token_ids}
         self._index = index
         self._output_kind = params.output_kind
         self._drops_output = drops_output
@@ -98,9 +99,13 @@ class RequestState:
                 output.finish_reason, output.stop_reason = FinishReason.LENGTH, None
         finish_reason = output.finish_reason
         num_old_tokens = len(self.detokenizer.token_ids)
-        stop = self.detokenizer.update(
-            output.new_token_ids, finish_reason == FinishReason.STOP
+        # A closed grammar stops at a token of the text: only a stop token is not shown.
+        is_stop_token_last = (
+            finish_reason == FinishReason.STOP
+            and bool(output.new_token_ids)
+            and output.new_token_ids[-1] in self._stop_token_ids
         )
+        stop = self.detokenizer.update(output.new_token_ids, is_stop_token_last)
         if stop is None and finish_reason is not None:
             stop = self.detokenizer.finish()
         num_new_tokens = len(self.detokenizer.token_ids) - num_old_tokens
