@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -54,6 +54,7 @@ from vllm.entrypoints.openai.serving_engine import EngineClient, choose_request_
 from vllm.entrypoints.openai.serving_models import OpenAIServingModels
 from vllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
 from vllm.exceptions import EngineDeadError
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm.version import __version__
 
 # Templates and tokenizers; the tokenizer runs without the interpreter's lock.
@@ -253,7 +254,8 @@ def _add_monitoring_routes(
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        text = generate_latest(REGISTRY) + generate_latest(http_metrics.registry)
+        registries = (get_prometheus_registry(), http_metrics.registry)
+        text = b"".join(generate_latest(registry) for registry in registries)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
