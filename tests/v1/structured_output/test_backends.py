@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.v1.structured_output.random_schemas import random_schema
 from tests.v1.structured_output.walks import (
     EOS,
     accepts,
@@ -171,6 +172,25 @@ def test_random_walks_under_the_mask_validate(backend, schema, valid, invalid):
         text, is_complete = random_walk(grammar, rng, max_tokens=60)
         if is_complete:
             validator.validate(json.loads(text))
+
+
+@pytest.mark.slow
+@both_backends
+def test_walks_under_random_schemas_validate(backend):
+    num_compiled = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        schema = random_schema(rng)
+        try:
+            grammar = make_grammar(backend, json=schema)
+        except (GrammarError, VLLMValidationError):
+            continue
+        num_compiled += 1
+        for _ in range(2):
+            text, is_complete = random_walk(grammar, rng, max_tokens=60)
+            if is_complete:
+                jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    assert num_compiled > 30
 
 
 @both_backends
