@@ -65,6 +65,13 @@ def test_top_p_looks_at_the_softmax_of_what_top_k_left(impl, device):
 
 
 @every
+def test_top_p_stops_when_the_sum_equals_p(impl, device):
+    # Different logits with one weight, exactly: both have half of the probability.
+    logits = torch.tensor([[0.0, -1e-10]]).repeat(2, 1)
+    assert _kept(impl, logits, [0, 0], [0.5, 0.75], device) == [[0], [0, 1]]
+
+
+@every
 def test_the_smallest_p_keeps_the_most_likely_token(impl, device):
     logits = torch.tensor([[-3.0, 2.0, -INF, 1.0], [-INF, -INF, -7.0, -INF]])
     assert _kept(impl, logits, [0, 0], [1e-9, 1e-9], device) == [[1], [2]]
