@@ -16,7 +16,9 @@ namespace {
 constexpr int64_t kPairWidth = 2 * kLanes;
 // Share of the level 2 cache that a block of packed rows may fill.
 constexpr int64_t kRowBlockBytes = 256 * 1024;
-// Weight bytes ahead of the loads; hides the latency of memory at one row.
+// Multiply-adds below which a second thread costs more than it brings.
+constexpr int64_t kMinWork = 32768;
+// Rows of a panel that are fetched ahead of the loads; hides the latency of memory at one row.
 constexpr int64_t kPrefetchRows = 24;
 
 struct Linear {
@@ -30,9 +32,14 @@ struct Linear {
 
 int64_t num_panels(int64_t columns) { return (columns + kLanes - 1) / kLanes; }
 
-int64_t block_rows(int64_t size) {
-  const int64_t tiles = kRowBlockBytes / (size * 4 * kMaxRows);
-  return kMaxRows * (tiles > 0 ? tiles : 1);
+// Rows of a block: an even load for the threads, within the cache, but enough of them
+// that a weight is not read again for every few.
+int64_t block_rows(int64_t num_rows, int64_t size) {
+  constexpr int64_t kFewestTiles = 4;
+  const int64_t fitting = kRowBlockBytes / (size * 4 * kMaxRows);
+  const int64_t even = num_rows / (4 * num_threads() * kMaxRows) + 1;
+  const int64_t tiles = even < kFewestTiles ? kFewestTiles : even;
+  return kMaxRows * (tiles < fitting ? tiles : (fitting > 0 ? fitting : 1));
 }
 
 // Interleaves `count` rows: element k of row i goes to packed[k * count + i].
@@ -40,6 +47,26 @@ void pack_rows(const float* x, int64_t stride, int64_t count, int64_t size, floa
   for (int64_t i = 0; i < count; ++i)
     for (int64_t k = 0; k < size; ++k) packed[k * count + i] = x[i * stride + k];
 }
+
+// What a thread has packed last: its next task is often another part of the columns.
+struct PackedRows {
+  Scratch memory;
+  uint64_t call = 0;
+  int64_t first_row = -1;
+
+  const float* get(const Linear& l, uint64_t this_call, int64_t first, int64_t count) {
+    float* rows = memory.floats(static_cast<size_t>(count * l.size));
+    if (call == this_call && first_row == first) return rows;
+    for (int64_t start = 0; start < count; start += kMaxRows) {
+      const int64_t tile = count - start < kMaxRows ? count - start : kMaxRows;
+      pack_rows(l.x + (first + start) * l.x_stride, l.x_stride, tile, l.size,
+                rows + start * l.size);
+    }
+    call = this_call;
+    first_row = first;
+    return rows;
+  }
+};
 
 void write_sums(const Linear& l, int64_t row, int64_t column, Vec sums) {
   if (column >= l.num_columns) return;
@@ -103,35 +130,32 @@ void multiply_block(const Linear& l, const float* packed_rows, int64_t first_row
 
 void multiply(const Linear& l) {
   if (l.num_rows == 0 || l.num_columns == 0) return;
-  const int64_t block = block_rows(l.size);
+  static std::atomic<uint64_t> num_calls{0};
+  const uint64_t call = ++num_calls;
+  const int64_t block = block_rows(l.num_rows, l.size);
   const int64_t num_blocks = (l.num_rows + block - 1) / block;
   const int64_t num_pairs = (num_panels(l.num_columns) + 1) / 2;
-  // Enough pieces for an even load; as few as possible, since each packs its rows.
-  const int64_t wanted = 6 * num_threads();
-  int64_t chunks = num_blocks >= wanted ? 1 : (wanted + num_blocks - 1) / num_blocks;
+  // Enough pieces for an even load; whole blocks where there are many.
+  const int64_t wanted = num_threads() == 1 ? 1 : 4 * num_threads();
+  int64_t chunks = (wanted + num_blocks - 1) / num_blocks;
   if (chunks > num_pairs) chunks = num_pairs;
   const int64_t per_chunk = (num_pairs + chunks - 1) / chunks;
   chunks = (num_pairs + per_chunk - 1) / per_chunk;
 
   const auto item = [&](int64_t task) {
-    thread_local Scratch scratch;
+    thread_local PackedRows packed;
     const int64_t first_row = task / chunks * block;
     const int64_t count = l.num_rows - first_row < block ? l.num_rows - first_row : block;
     const int64_t first = task % chunks * per_chunk;
     const int64_t last = first + per_chunk < num_pairs ? first + per_chunk : num_pairs;
-    if (count == 1)
-      return multiply_block(l, l.x + first_row * l.x_stride, first_row, 1, first, last);
-    float* rows = scratch.floats(static_cast<size_t>(count * l.size));
-    for (int64_t start = 0; start < count; start += kMaxRows) {
-      const int64_t tile = count - start < kMaxRows ? count - start : kMaxRows;
-      pack_rows(l.x + (first_row + start) * l.x_stride, l.x_stride, tile, l.size,
-                rows + start * l.size);
-    }
+    // One row is its own interleaving.
+    const float* rows = count == 1 ? l.x + first_row * l.x_stride
+                                   : packed.get(l, call, first_row, count);
     multiply_block(l, rows, first_row, count, first, last);
   };
-  const int64_t flops = l.num_rows * l.num_columns * l.size;
+  const int64_t work = l.num_rows * l.num_columns * l.size;
   const int64_t count = num_blocks * chunks;
-  parallel_for(count, flops < 32768 ? count : 1, item);
+  parallel_for(count, work < kMinWork ? count : 1, item);
 }
 
 }  // namespace
