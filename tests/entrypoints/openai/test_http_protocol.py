@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.entrypoints.openai.fake_engine import make_app
+from tests.entrypoints.openai.fake_engine import FakeEngine, make_app
 from tests.entrypoints.openai.serving import run_server
 from vllm.entrypoints.openai import http_protocol
 from vllm.entrypoints.openai.limits import MAX_HEADER_BYTES, MAX_HEADERS
@@ -98,5 +98,15 @@ def test_garbage_is_400_with_the_error_object(url: str) -> None:
 
 
 def test_slow_head_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.3)
+    begun = b"GET /health HTTP/1.1\r\n"
+    assert talk(url, [begun]) == b""
+    answer = talk(url, [begun + b"Host: a\r\n\r\n" + begun])
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_slow_answer_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.1)
-    assert talk(url, [b"GET /health HTTP/1.1\r\n"]) == b""
+    with run_server(lambda: make_app(FakeEngine(step_delay_s=0.5))) as url:
+        body = {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200

@@ -54,12 +54,12 @@ def run_server(args: argparse.Namespace) -> None:
     # Before the engine: an address in use must not cost a start.
     listener = listen(frontend)
     _warn_if_open(frontend)
-    # Loads while the engine process starts.
-    loader = threading.Thread(target=_load_web_modules, name="load-web", daemon=True)
-    loader.start()
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    # Beside the start of the engine process, and not before it: that is the longer way.
+    loader = threading.Thread(target=_load_web_modules, name="load-web", daemon=True)
+    loader.start()
     engine = AsyncLLM.from_vllm_config(vllm_config)
     try:
         loader.join()

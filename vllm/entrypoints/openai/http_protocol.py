@@ -33,7 +33,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock for the first head."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, transport.close)
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
@@ -53,6 +53,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start counting."""
         super().on_message_begin()
+        self._start_timer()
         self._is_in_head = True
         self._num_head_bytes = 0
 
@@ -106,6 +107,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             head += name + b": " + value + b"\r\n"
         self.transport.write(head + b"\r\n" + bytes(response.body))
         self.transport.close()
+
+    def _start_timer(self) -> None:
+        if self._head_timer is None:
+            close = self.transport.close
+            self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, close)
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
