@@ -1,10 +1,14 @@
-// Threads: one team, handed out work items in order, as wide as the caller's OpenMP says.
+// Threads: a pool that hands out work items, as wide as the caller's OpenMP says.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <thread>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -12,34 +16,149 @@
 
 namespace vllm {
 
+// Only asks for the width that torch was set to: its own team is not used, because the
+// join of an OpenMP region waits for every thread, also for one that the system has put
+// aside and that has no work. With more processes than cores that costs a time slice a
+// region, hundreds of times a step.
 inline int num_threads() {
 #ifdef _OPENMP
-  return omp_in_parallel() ? 1 : omp_get_max_threads();
+  return omp_get_max_threads();
 #else
   return 1;
 #endif
 }
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// One job at a time. Whoever is awake claims pieces of it; the caller works too, and in
+// the end waits only for pieces that somebody has claimed. A helper that is asleep, put
+// aside by the system or lost in a fork is never waited for.
+class Pool {
+ public:
+  using Piece = void (*)(const void* body, int64_t index);
+
+  static Pool& instance() {
+    // Never destroyed: helpers may outlive the statics.
+    static Pool* pool = new Pool();
+    return *pool;
+  }
+
+  // Calls piece(body, index) for every index in [0, count), on at most `width` threads.
+  void run(int64_t count, int width, Piece piece, const void* body) {
+    // A second caller, and a piece that calls again, do their work alone.
+    if (is_busy_.test_and_set(std::memory_order_acquire)) {
+      for (int64_t index = 0; index < count; ++index) piece(body, index);
+      return;
+    }
+    for (; num_helpers_ < width - 1; ++num_helpers_) {
+      std::thread([this, number = num_helpers_] { help(number); }).detach();
+    }
+    piece_.store(piece, std::memory_order_relaxed);
+    body_.store(body, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    width_.store(width, std::memory_order_relaxed);
+    num_done_.store(0, std::memory_order_relaxed);
+    // A new epoch: from here on the fields above may be read. They change again only
+    // when no piece of this epoch is left to claim and all claimed ones are done.
+    const uint64_t epoch = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
+    claims_.store(epoch << 32, std::memory_order_seq_cst);
+    if (num_asleep_.load(std::memory_order_seq_cst) > 0) claims_.notify_all();
+    while (claim_and_run()) {
+    }
+    for (int spins = 0; num_done_.load(std::memory_order_acquire) < count; ++spins) {
+      if (spins < kSpinsBeforeYield) {
+        pause_briefly();
+      } else {
+        sched_yield();
+      }
+    }
+    is_busy_.clear(std::memory_order_release);
+  }
+
+ private:
+  static constexpr int kSpinsBeforeYield = 1000;
+  // Longer than the gaps between the operators of a layer, shorter than a step.
+  static constexpr std::chrono::microseconds kSpinTime{100};
+
+  // A claim succeeds only if the epoch has not changed since the fields were read.
+  bool claim_and_run() {
+    uint64_t claims = claims_.load(std::memory_order_acquire);
+    for (;;) {
+      const int64_t count = count_.load(std::memory_order_relaxed);
+      const Piece piece = piece_.load(std::memory_order_relaxed);
+      const void* body = body_.load(std::memory_order_relaxed);
+      const int64_t index = static_cast<int64_t>(claims & 0xFFFFFFFFu);
+      if (index >= count) return false;
+      if (claims_.compare_exchange_weak(claims, claims + 1, std::memory_order_acq_rel,
+                                        std::memory_order_acquire)) {
+        piece(body, index);
+        num_done_.fetch_add(1, std::memory_order_release);
+        return true;
+      }
+    }
+  }
+
+  void help(int number) {
+    for (;;) {
+      while (number < width_.load(std::memory_order_relaxed) - 1 && claim_and_run()) {
+      }
+      const uint64_t seen = claims_.load(std::memory_order_acquire);
+      if (has_changed_soon(seen)) continue;
+      num_asleep_.fetch_add(1, std::memory_order_seq_cst);
+      claims_.wait(seen, std::memory_order_seq_cst);
+      num_asleep_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+  }
+
+  bool has_changed_soon(uint64_t seen) const {
+    const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
+    do {
+      for (int spins = 0; spins < 64; ++spins) {
+        if (claims_.load(std::memory_order_acquire) != seen) return true;
+        pause_briefly();
+      }
+    } while (std::chrono::steady_clock::now() < deadline);
+    return false;
+  }
+
+  std::atomic_flag is_busy_ = ATOMIC_FLAG_INIT;
+  int num_helpers_ = 0;
+  std::atomic<Piece> piece_{nullptr};
+  std::atomic<const void*> body_{nullptr};
+  std::atomic<int64_t> count_{0};
+  std::atomic<int> width_{0};
+  std::atomic<int> num_asleep_{0};
+  alignas(64) std::atomic<uint64_t> claims_{0};  // epoch << 32 | pieces claimed
+  alignas(64) std::atomic<int64_t> num_done_{0};
+};
 
 // Calls body(item) for every item in [0, count), `grain` neighbours to one thread at a
 // time. What an item computes must not depend on the thread that gets it.
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   const int64_t num_grains = (count + grain - 1) / grain;
-#ifdef _OPENMP
-  const int64_t team = num_grains < num_threads() ? num_grains : num_threads();
-  if (team > 1) {
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(static_cast<int>(team))
-    for (;;) {
-      const int64_t start = next.fetch_add(grain, std::memory_order_relaxed);
-      if (start >= count) break;
-      const int64_t end = start + grain < count ? start + grain : count;
-      for (int64_t item = start; item < end; ++item) body(item);
-    }
+  const int64_t width = num_grains < num_threads() ? num_grains : num_threads();
+  const auto run_grain = [&](int64_t index) {
+    const int64_t start = index * grain;
+    const int64_t end = start + grain < count ? start + grain : count;
+    for (int64_t item = start; item < end; ++item) body(item);
+  };
+  if (width <= 1) {
+    for (int64_t index = 0; index < num_grains; ++index) run_grain(index);
     return;
   }
-#endif
-  for (int64_t item = 0; item < count; ++item) body(item);
+  Pool::instance().run(
+      num_grains, static_cast<int>(width),
+      [](const void* context, int64_t index) {
+        (*static_cast<const decltype(run_grain)*>(context))(index);
+      },
+      &run_grain);
 }
 
 // The grain at which one hand-out is worth at least `minimum` units of work.
