@@ -6,13 +6,10 @@ import time
 import pytest
 
 from tests.v1.engine.fakes import (
-    BrokenExecutor,
-    DamagedExecutor,
-    KilledExecutor,
     ParrotExecutor,
     make_config,
 )
-from vllm.exceptions import CheckpointError, EngineDeadError, VLLMValidationError
+from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.sampling_params import (
     RequestOutputKind,
     SamplingParams,
@@ -192,22 +189,3 @@ def cpu_ticks(pid):
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
-
-
-def test_a_damaged_checkpoint_is_told_in_one_line_of_the_same_kind(tokenizer_path):
-    with pytest.raises(CheckpointError) as caught:
-        AsyncLLM(make_config(tokenizer_path), executor_factory=DamagedExecutor)
-    message = "model.safetensors: is cut off; download it again"
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("factory", "reason"),
-    [
-        (BrokenExecutor, "ZeroDivisionError: division by zero"),
-        (KilledExecutor, "exit status 7"),
-    ],
-)
-def test_a_failed_start_says_why(tokenizer_path, factory, reason):
-    with pytest.raises(EngineDeadError, match=reason):
-        AsyncLLM(make_config(tokenizer_path), executor_factory=factory)

@@ -251,14 +251,15 @@ class AsyncLLM:
         return await self._client.call_utility_async(method)
 
     def _start_tasks(self) -> None:
-        """Start the tasks in the caller's loop, once.
+        """Start the tasks in the caller's loop, unless they run.
 
         Raises:
             EngineDeadError: the engine has stopped.
         """
         if self._dead_error is not None:
             raise self._dead_error
-        if self._tasks:
+        # They are done if they belonged to a loop that has been closed.
+        if self._tasks and not self._tasks[0].done():
             return
         tasks = [self._handle_outputs()]
         if self.log_stats:

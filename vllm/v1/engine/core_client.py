@@ -164,8 +164,7 @@ class _MPClient(EngineCoreClient):
     def _decode(self, frames: Sequence[bytes]) -> EngineCoreOutputs:
         kind, *rest = frames
         if kind == DEAD:
-            failure = self._failure_decoder.decode(rest)
-            raise EngineDeadError(f"{failure.error_type}: {failure.message}")
+            raise EngineDeadError(self._failure_decoder.decode(rest).reason)
         return self._decoder.decode(rest)
 
 
@@ -219,6 +218,13 @@ class AsyncMPClient(_MPClient):
         self._async_socket: zmq.asyncio.Socket | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
 
+    def shutdown(self) -> None:
+        if self._async_socket is not None:
+            # The loop must forget the file descriptor before its number is used again.
+            self._async_socket.close(linger=0)
+            self._async_socket = None
+        super().shutdown()
+
     async def get_output_async(self) -> EngineCoreOutputs:
         """Return the next outputs.
 
@@ -229,8 +235,9 @@ class AsyncMPClient(_MPClient):
             self._async_socket = zmq.asyncio.Socket.from_socket(
                 self._process.output_socket
             )
+        socket = self._async_socket
         while True:
-            outputs = self._decode(await self._async_socket.recv_multipart())
+            outputs = self._decode(await socket.recv_multipart())
             if outputs.utility_result is None:
                 return outputs
             self._resolve(outputs.utility_result)

@@ -224,7 +224,7 @@ def _watch(
     process.death_reason = reason
     socket = context.socket(zmq.PUSH)
     socket.connect(args.output_address)
-    failure = StartupFailure("EngineCoreProcess", reason)
+    failure = StartupFailure("", reason)
     socket.send_multipart([DEAD, *MsgpackEncoder().encode(failure)])
     socket.close(linger=1000)
 

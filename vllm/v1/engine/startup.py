@@ -46,7 +46,7 @@ class StartupFailure(msgspec.Struct, array_like=True, frozen=True):
     """The engine core could not start.
 
     Args:
-        error_type: name of the exception's class.
+        error_type: name of the exception's class; empty if there was none.
     """
 
     error_type: str
@@ -61,6 +61,11 @@ class StartupFailure(msgspec.Struct, array_like=True, frozen=True):
                 return cls(user_error.__name__, message)
         return cls(type(error).__name__, message)
 
+    @property
+    def reason(self) -> str:
+        """The whole of it, in one line."""
+        return f"{self.error_type}: {self.message}" if self.error_type else self.message
+
     def to_exception(self) -> Exception:
         """Return the error to raise in the parent: of the same class if it is known."""
         for user_error in USER_ERRORS:
@@ -69,7 +74,7 @@ class StartupFailure(msgspec.Struct, array_like=True, frozen=True):
         hint = ""
         if "Memory" in self.error_type or "out of memory" in self.message.lower():
             hint = "; lower --max-model-len, --max-num-seqs or the KV cache's size"
-        return EngineDeadError(f"{self.error_type}: {self.message}{hint}")
+        return EngineDeadError(self.reason + hint)
 
 
 class StartupReport(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
