@@ -74,7 +74,9 @@ def _choice(name: str, default: str, choices: tuple[str, ...]) -> Callable[[], s
         text = os.environ.get(name, default)
         folded = text.upper() if default.isupper() else text.lower()
         if folded not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {text!r}")
+            raise ValueError(
+                f"{name} must be one of {', '.join(choices)}, got {text!r}"
+            )
         return folded
 
     return read
@@ -133,9 +135,7 @@ def __getattr__(name: str) -> Any:
 def unknown_variables() -> list[str]:
     """Return the names of set `VLLM_*` variables that nothing here reads."""
     return sorted(
-        name
-        for name in os.environ
-        if name.startswith("VLLM_") and name not in _READERS
+        name for name in os.environ if name.startswith("VLLM_") and name not in _READERS
     )
 
 

@@ -1,4 +1,4 @@
-"""Errors that cross module borders: what a client sent wrong, and what this set-up cannot do."""
+"""Errors that cross module borders: wrong input, and what this set-up cannot do."""
 
 from typing import Any
 

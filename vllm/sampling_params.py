@@ -37,7 +37,8 @@ class StructuredOutputsParams:
         grammar: a context-free grammar, in Lark or GBNF/EBNF notation.
         json_object: any JSON object.
         disable_any_whitespace: JSON without optional whitespace.
-        disable_additional_properties: objects are closed unless their schema says otherwise.
+        disable_additional_properties: objects are closed unless their schema says
+            otherwise.
         whitespace_pattern: regex for the whitespace between JSON tokens.
 
     Raises:
@@ -57,7 +58,8 @@ class StructuredOutputsParams:
         given = [
             name
             for name in ("json", "regex", "choice", "grammar", "json_object")
-            if getattr(self, name) is not None and getattr(self, name) is not False
+            if getattr(self, name) is not None
+            and getattr(self, name) is not False
             or (name == "json" and self.json is False)
         ]
         if len(given) != 1:
@@ -171,7 +173,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         _integer("n", self.n, 1, envs.VLLM_MAX_N_SEQUENCES)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True
+        )
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, 0)
@@ -262,9 +266,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     def clone(self) -> "SamplingParams":
         """Return a copy that shares no list with this one."""
-        return msgspec.msgpack.decode(
-            msgspec.msgpack.encode(self), type=SamplingParams
-        )
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=SamplingParams)
 
 
 def _integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:

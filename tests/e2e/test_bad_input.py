@@ -49,7 +49,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "not json": (CHAT, schema("{"), "json"),
     "self reference": (CHAT, schema({"$ref": "#"}), "json"),
     "remote reference": (CHAT, schema({"$ref": "http://127.0.0.1:1/s"}), "$ref"),
-    "deep nesting": (CHAT, schema(NESTED), "json"),
+    "deep nesting": (CHAT, schema(NESTED), "JSON"),
     "empty choice": (CHAT, structured(choice=[]), "choice"),
     "bad grammar": (CHAT, structured(grammar="root ::= ("), "grammar"),
     "two constraints": (CHAT, structured(json={}, regex="a"), "structured_outputs"),

@@ -20,7 +20,7 @@ VARIANTS = {
     "plain": {},
     "stream": {"stream": True},
     "n": {"n": 4},
-    "grammar": {"structured_outputs": {"json": {"type": "array"}}, "ignore_eos": False},
+    "grammar": {"structured_outputs": {"regex": "[a-z]{900}"}},
     "stream-grammar": {"structured_outputs": {"regex": "[a-z ]+"}, "stream": True},
 }
 

@@ -92,7 +92,7 @@ class LogprobsTensors(NamedTuple):
         )
 
     def filter(self, mask: torch.Tensor) -> "LogprobsTensors":
-        """Return the rows where `mask` [N] bool is set; boundaries cannot survive it."""
+        """Return the rows where `mask` [N] bool is set; it has no boundaries."""
         assert self.cu_num_generated_tokens is None, "filter drops row boundaries"
         assert self.cu_num_generated_tokens_tensor is None, (
             "filter drops device row boundaries"

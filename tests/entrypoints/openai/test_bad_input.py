@@ -355,7 +355,7 @@ async def test_contradictory_chat_fields_are_named() -> None:
             "continue_final_message",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"top_logprobs": 21, "logprobs": True}, "logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ):
         assert (await refused_chat(**fields))["param"] == param
 

@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.protocol.chat import (
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
+from vllm.entrypoints.openai.protocol.common import GenerationRequest
 from vllm.entrypoints.openai.protocol.completion import (
     CompletionChunk,
     CompletionRequest,
@@ -168,6 +169,7 @@ class _Answerer:
 
         async def handle(request: Request) -> Response:
             headers: dict[str, str] = {}
+            parsed: BaseModel | None = None
             try:
                 parsed = await read_json(request, model)
                 headers = self._reporter.report(parsed.unknown_fields())  # type: ignore[attr-defined]
@@ -177,7 +179,10 @@ class _Answerer:
             except ClientDisconnectedError:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
             except Exception as exception:
-                return error_response(error_from(exception), headers)
+                error = error_from(exception)
+                if isinstance(parsed, GenerationRequest):
+                    error.param = parsed.field_of(error.param)
+                return error_response(error, headers)
             if isinstance(result, tuple):
                 first, events = result
                 return EventStreamResponse(first, events, self._in_flight, headers)

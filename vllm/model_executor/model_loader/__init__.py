@@ -3,17 +3,17 @@
 import os
 
 import torch
-from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.exceptions import UnsupportedError
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.model_loader.weight_slots import WeightSlots
+from vllm.model_executor.models.interfaces import CausalLM
 from vllm.model_executor.models.registry import get_model_class
 from vllm.v1.attention.selector import get_attn_backend
 
 
-def load_model(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
+def load_model(vllm_config: VllmConfig, device: torch.device) -> CausalLM:
     """Return the model, ready to run on `device`.
 
     Raises:

@@ -373,6 +373,8 @@ def _normalise(node: Schema, close_objects: bool) -> None:
 
 def _check_references(schema: Schema) -> None:
     """Refuse a `$ref` within the document that leads nowhere or only to itself."""
+    # A part of the schema may have an address of its own, which a `$ref` can name.
+    has_id = any("$id" in node for node, _ in iter_subschemas(schema))
     for node, path in iter_subschemas(schema):
         target: Any = node
         seen: list[str] = []
@@ -380,13 +382,18 @@ def _check_references(schema: Schema) -> None:
             reference = target["$ref"]
             if reference in seen:
                 raise SchemaFault(f"{path}/$ref refers to itself and to nothing else")
+            if reference.partition("#")[0] and not has_id:
+                raise SchemaFault(
+                    f"{path}/$ref must stay within the schema (begin with #): "
+                    "nothing is fetched"
+                )
             if reference != "#" and not reference.startswith("#/"):
                 break
             seen.append(reference)
-            target = _resolve_pointer(schema, reference, path)
+            target = _resolve_pointer(schema, reference, path, has_id)
 
 
-def _resolve_pointer(schema: Schema, reference: str, path: str) -> Any:
+def _resolve_pointer(schema: Schema, reference: str, path: str, has_id: bool) -> Any:
     target: Any = schema
     for part in reference[1:].split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -394,7 +401,7 @@ def _resolve_pointer(schema: Schema, reference: str, path: str) -> Any:
             target = target[int(name)]
         elif isinstance(target, dict) and name in target:
             target = target[name]
-        elif "%" in reference or "$id" in json.dumps(schema):
+        elif "%" in reference or has_id:
             # Percent escapes and moved base addresses are the compiler's to resolve.
             return None
         else:

@@ -114,6 +114,14 @@ class ChatCompletionRequest(GenerationRequest):
             return self.max_completion_tokens
         return self.max_tokens
 
+    def field_of(self, parameter: str | None) -> str | None:
+        """Return the field of this request that a sampling parameter came from."""
+        if parameter == "logprobs":
+            return "top_logprobs"
+        if parameter == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return super().field_of(parameter)
+
 
 class ChatLogprob(msgspec.Struct):
     """A token that could have come.

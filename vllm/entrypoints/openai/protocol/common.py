@@ -269,6 +269,13 @@ class GenerationRequest(BaseModel):
             else RequestOutputKind.FINAL_ONLY,
         )
 
+    def field_of(self, parameter: str | None) -> str | None:
+        """Return the field of this request that a sampling parameter came from."""
+        is_constraint = (parameter or "").startswith("structured_outputs.")
+        if is_constraint and self.response_format is not None:
+            return "response_format.json_schema.schema"
+        return parameter
+
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
             return None

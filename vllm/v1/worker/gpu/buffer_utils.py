@@ -58,7 +58,9 @@ class StagedWriteTensor:
         self._indices: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
 
-    def stage_write(self, row: int, start: int, values: Sequence[int] | int) -> None:
+    def stage_write(
+        self, row: int, start: int, values: Sequence[int] | np.ndarray | int
+    ) -> None:
         """Write `values` into row `row` from column `start` at the next apply."""
         data = np.atleast_1d(np.asarray(values))
         assert start + len(data) <= self._row_size, "a staged write leaves its row"

@@ -272,7 +272,9 @@ class GPUModelRunner:
         if batch is not None:
             metadata = build_attn_metadata(batch, self.block_table)
         with set_forward_context(ForwardContext(metadata, self.kv_caches)):
-            return self.model(input_ids, positions)
+            hidden_states = self.model(input_ids, positions)
+        assert isinstance(hidden_states, torch.Tensor), "nobody has asked for taps"
+        return hidden_states
 
     def _sample(
         self,
