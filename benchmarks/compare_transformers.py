@@ -37,7 +37,13 @@ class VllmEngine:
     def __init__(self) -> None:
         from vllm import LLM
 
-        self._llm = LLM(max_model_len=2048, use_tqdm_on_load=False)
+        # Room for the largest batch and not more: an unused pool would fill with the
+        # cached prompts of earlier rounds and be counted as peak memory.
+        self._llm = LLM(
+            max_model_len=2048,
+            kv_cache_memory_bytes=512 * 2**20,
+            use_tqdm_on_load=False,
+        )
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
         """Answer the prompts together; return the number of tokens."""
