@@ -4,6 +4,7 @@ The process is not started by `multiprocessing`, which would run the caller's ma
 module again.
 """
 
+import os
 import pickle
 import shutil
 import signal
@@ -102,7 +103,11 @@ class EngineCoreProcess:
         self.output_socket = self._make_socket(zmq.PULL)
         self.output_socket.bind(self._args.output_address)
         self._popen = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP], stdin=subprocess.PIPE
+            [sys.executable, "-c", _BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            # torch's threads must not spin after their work: this process, which is
+            # busy while they are, needs the cores too. libgomp reads it once, at load.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         )
         # Ends the process when this object is collected or the interpreter exits.
         self._finalizer = weakref.finalize(
