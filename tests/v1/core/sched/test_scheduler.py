@@ -14,6 +14,7 @@ from tests.v1.core.fakes import (
     sampled_output,
 )
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.sched.stop import NO_TOKEN
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import RequestStatus
@@ -365,7 +366,7 @@ def test_a_chunk_of_a_prompt_gives_no_output():
     assert run_step(scheduler, worker)[1] == []
 
 
-@pytest.mark.parametrize("bad_id", [-1, 1000])
+@pytest.mark.parametrize("bad_id", [-2, 1000])
 def test_an_invalid_token_fails_only_its_request(bad_id):
     scheduler, worker = make_scheduler(), FakeWorker()
     worker.overrides["bad"] = lambda _: [bad_id]
@@ -377,6 +378,15 @@ def test_an_invalid_token_fails_only_its_request(bad_id):
     assert str(bad_id) in total["bad"].error
     assert not total["bad"].is_client_error
     assert good.output_token_ids == expected_output(good.prompt_token_ids, 8)
+
+
+def test_contradicting_constraints_are_the_clients_error():
+    scheduler, worker = make_scheduler(), FakeWorker()
+    worker.overrides["bad"] = lambda _: [NO_TOKEN]
+    add_request(scheduler, "bad", 3, allowed_token_ids=[5], bad_words=["b"])
+    total = run_all(scheduler, worker)
+    assert total["bad"].is_client_error
+    assert total["bad"].error_parameter == "bad_words"
 
 
 def test_nan_logits_fail_only_their_request_and_its_blocks_are_not_reused():

@@ -6,8 +6,8 @@ from tests.v1.core.fakes import (
     FakeGrammarManager,
     FakeStructuredOutputRequest,
 )
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.stop import Commit, decide_commit
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.stop import NO_TOKEN, Commit, decide_commit
 from vllm.v1.request import Request, RequestStatus
 
 EOS = 9
@@ -71,11 +71,36 @@ def test_limits_count_the_tokens_of_earlier_steps():
     assert decide(request, [4, 5, 6]) == Commit(2, LENGTH)
 
 
-@pytest.mark.parametrize("bad_id", [-1, VOCAB_SIZE, 2**40])
+@pytest.mark.parametrize("bad_id", [-2, VOCAB_SIZE, 2**40])
 def test_an_invalid_id_ends_only_with_the_tokens_before_it(bad_id):
     commit = decide(make_request(), [3, bad_id, 4])
     assert (commit.num_kept, commit.status) == (1, ERROR)
     assert str(bad_id) in commit.error
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter"),
+    [
+        # One constraint always leaves a token: the engine is to blame.
+        ({}, None),
+        ({"allowed_token_ids": [3]}, None),
+        ({"structured_outputs": StructuredOutputsParams(regex="a")}, None),
+        ({"allowed_token_ids": [3], "bad_words": ["b"]}, "bad_words"),
+        ({"bad_words": ["b"], "min_tokens": 5}, "min_tokens"),
+        (
+            {
+                "allowed_token_ids": [3],
+                "structured_outputs": StructuredOutputsParams(regex="a"),
+            },
+            "allowed_token_ids",
+        ),
+    ],
+)
+def test_constraints_that_leave_no_token_are_the_clients_error(params, parameter):
+    commit = decide(make_request(**params), [3, NO_TOKEN, 4])
+    assert (commit.num_kept, commit.status) == (1, ERROR)
+    assert commit.error_parameter == parameter
+    assert all(name in commit.error for name in params if parameter)
 
 
 def test_a_closed_grammar_ends_the_request_at_once():

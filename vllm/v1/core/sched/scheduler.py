@@ -316,6 +316,8 @@ class Scheduler:
             events=request.take_events(),
             num_cached_tokens=request.num_cached_tokens,
             error=commit.error,
+            error_parameter=commit.error_parameter,
+            is_client_error=commit.error_parameter is not None,
         )
         if commit.status is not None:
             request.stop_reason = output.stop_reason = commit.stop_reason

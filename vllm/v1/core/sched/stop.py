@@ -14,6 +14,9 @@ FINISH_REASONS = {
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
 }
 
+# What the sampler gives for a row whose every logit is -inf.
+NO_TOKEN = -1
+
 
 class GrammarManager(Protocol):
     """What the scheduler asks of the structured output manager."""
@@ -41,12 +44,14 @@ class Commit(NamedTuple):
         status: a finished one, or None if the request goes on.
         stop_reason: the stop token that ended it, unless it is the end of sequence.
         error: set with FINISHED_ERROR.
+        error_parameter: the request's field that is to blame; None: the engine is.
     """
 
     num_kept: int
     status: RequestStatus | None = None
     stop_reason: int | None = None
     error: str | None = None
+    error_parameter: str | None = None
 
 
 def decide_commit(
@@ -69,6 +74,8 @@ def decide_commit(
         return Commit(0, RequestStatus.FINISHED_LENGTH_CAPPED)
     has_grammar = request.structured_output_request is not None
     for index, token_id in enumerate(token_ids):
+        if token_id == NO_TOKEN:
+            return _no_choice(request, index)
         if not 0 <= token_id < vocab_size:
             return _error(index, f"the model gave the invalid token id {token_id}")
         if _is_stop_token(request, token_id, request.num_output_tokens + index + 1):
@@ -95,6 +102,31 @@ def _is_stop_token(request: Request, token_id: int, num_output_tokens: int) -> b
         # A stop token that the user names ends the request also with ignore_eos.
         return not params.ignore_eos or token_id in (params.stop_token_ids or ())
     return token_id in params.all_stop_token_ids
+
+
+def _no_choice(request: Request, num_kept: int) -> Commit:
+    params = request.sampling_params
+    constraints = {
+        "structured_outputs": params.structured_outputs is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        # It forbids stop tokens.
+        "min_tokens": params.min_tokens > 0,
+    }
+    names = [name for name, is_set in constraints.items() if is_set]
+    # One alone always leaves a token, so then the model or the grammar has failed.
+    if len(names) < 2:
+        return _error(num_kept, "the model gave no token that can be sampled")
+    message = (
+        f"no token satisfies {' and '.join(names)} together after "
+        f"{request.num_output_tokens + num_kept} tokens of output"
+    )
+    return Commit(
+        num_kept,
+        RequestStatus.FINISHED_ERROR,
+        error=message,
+        error_parameter=names[-1],
+    )
 
 
 def _error(num_kept: int, message: str) -> Commit:
