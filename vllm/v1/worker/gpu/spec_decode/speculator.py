@@ -39,14 +39,16 @@ class Speculator(ABC):
         """
         return None
 
-    def load_model(self) -> None:
+    def load_model(self) -> None:  # noqa: B027 - not every speculator has a model
         """Read the weights; nothing to do for a speculator without any."""
 
     def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
         """Return layer name -> spec of the layers that need a cache of their own."""
         return {}
 
-    def initialize_kv_cache(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def initialize_kv_cache(  # noqa: B027 - not every speculator has a cache
+        self, kv_caches: dict[str, torch.Tensor]
+    ) -> None:
         """Take the caches of the layers above."""
 
     @abstractmethod
