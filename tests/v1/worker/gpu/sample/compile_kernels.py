@@ -18,7 +18,8 @@ KERNELS = {
         "*fp32 i32 *i32 *u8 *i32 i32 i32 1024"
     ),
     "bad_words._bad_words_kernel": (
-        "*fp32 i32 *i32 *i32 *i64 *i64 *i32 i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32"
+        "*fp32 i32 *i32 *i32 *i64 *i64 i32 *i32 i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 "
+        "*i32"
     ),
     "gumbel._gumbel_argmax_kernel": "*fp32 i32 *i64 *u8 *fp64 *i64 i32 1024",
     "gumbel._reduce_blocks_kernel": "*fp64 *i64 *i64 i32 64",
@@ -31,9 +32,9 @@ KERNELS = {
     "min_tokens._min_tokens_kernel": "*fp32 i32 *i32 *i64 *i32 *i32 *i32 *i64 64",
     "penalties._count_sampled_tokens_kernel": "*i32 *i64 i32 *i32 *i32 i32 *u8 i32 8",
     "penalties._penalties_kernel": (
-        "*fp32 i32 *i32 *i32 *i64 *i32 i32 *u8 *fp32 *fp32 *fp32 i32 1024"
+        "*fp32 i32 *i32 *i32 *i64 i32 *i32 i32 *u8 *fp32 *fp32 *fp32 i32 1024"
     ),
-    "random._noise_keys_kernel": "*i64 *i64 *i64 i32 i32 128",
+    "random._noise_keys_kernel": "*i64 *i64 *i64 *i64 i32 i32 128",
     "random._philox_uniform_kernel": "*i64 *fp32 i32 1024",
     "temperature._temperature_kernel": "*fp32 i32 *i32 *fp32 i32 1024",
     "top_k_top_p._top_k_top_p_kernel": "*fp32 i32 *i32 *fp32 i32 2048",
