@@ -3,8 +3,8 @@
 import torch
 
 from vllm.config import SpeculativeConfig
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-from vllm.v1.worker.gpu.sample.random import Purpose
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
+from vllm.v1.worker.gpu.sample.random import draft_noise_keys
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.temperature import apply_temperature
 
@@ -58,11 +58,11 @@ class DraftSampler:
         states = self._states
         apply_temperature(logits, idx_mapping, states.temperature.gpu)
         self.draft_logits[idx_mapping.long(), step] = logits
-        return gumbel_sample(
-            logits,
-            idx_mapping,
-            states.temperature.gpu,
-            states.seeds.gpu,
+        keys = draft_noise_keys(
+            states.seeds.gpu[idx_mapping],
             anchor + 1 + step,
-            purpose=Purpose.DRAFT,
+            anchor,
+            states.is_seeded.gpu[idx_mapping],
         )
+        is_greedy = states.temperature.gpu[idx_mapping] == 0
+        return gumbel_argmax(logits, keys, is_greedy.to(torch.uint8))
