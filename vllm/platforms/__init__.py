@@ -1,5 +1,6 @@
 """What the devices of this machine can do, asked in one place."""
 
+import ctypes
 import math
 import os
 from typing import Protocol
@@ -28,6 +29,10 @@ def detect_device() -> str:
     """
     target = envs.VLLM_TARGET_DEVICE
     if target == "cpu":
+        return "cpu"
+    # A process that serves HTTP needs torch for this question alone, and torch takes
+    # more than a second to load.
+    if target != "cuda" and not _has_cuda_driver():
         return "cpu"
     import torch
 
@@ -93,6 +98,15 @@ def num_usable_cpus() -> int:
     if physical and psutil.cpu_count() != physical:
         usable = min(usable, physical)
     return max(usable, 1)
+
+
+def _has_cuda_driver() -> bool:
+    """Return whether the driver's library is there, as torch needs it to be."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _cgroup_cpu_quota() -> float | None:

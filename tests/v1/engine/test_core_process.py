@@ -23,6 +23,7 @@ from tests.v1.engine.fakes import ParrotExecutor, make_config
 from vllm.v1.engine.core_client import AsyncMPClient
 config = make_config(pathlib.Path(sys.argv[1]))
 client = AsyncMPClient(config, ParrotExecutor, log_stats=False)
+client.wait_until_ready()
 print(client.pid, flush=True)
 time.sleep(60)
 """
@@ -44,7 +45,8 @@ def parent(tokenizer_path):
 
 
 def start(tokenizer_path, executor_factory):
-    AsyncMPClient(make_config(tokenizer_path), executor_factory, log_stats=False)
+    config = make_config(tokenizer_path)
+    AsyncMPClient(config, executor_factory, log_stats=False).wait_until_ready()
 
 
 def is_gone(pid):

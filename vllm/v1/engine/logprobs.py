@@ -3,7 +3,7 @@
 from vllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.token_texts import TokenTable, TokenTexts
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.logprobs_lists import LogprobsLists
 
 
 class LogprobsProcessor:
