@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.v1.e2e.tiny_engine import MAX_MODEL_LEN, TinyEngine, save_tiny_model, visible
+from tests.v1.e2e.tiny_engine import MAX_MODEL_LEN, TinyEngine, visible
 from vllm import _custom_ops as ops
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -135,11 +135,6 @@ CONDITIONS: dict[str, tuple[dict[str, Any], Run]] = {
     "no prefix cache": ({"enable_prefix_caching": False}, run_together),
     "one at a time": ({"max_num_seqs": 1}, run_together),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,18 @@ from safetensors.torch import save_file
 from tests.v1.engine.fakes import NUM_PADDED_IDS, make_tokenizer, save_tokenizer
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 MAX_MODEL_LEN = 128
+# A padded id, which no text holds.
+NAN_ID = make_tokenizer().get_vocab_size()
 _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS = 32, 48, 4, 2, 16, 2
 _MAX_STEPS = 5000
 
@@ -27,7 +31,8 @@ def save_tiny_model(directory: Path) -> Path:
     """Write a Llama checkpoint with a byte-level tokenizer.
 
     The padded ids at the end of the vocabulary have one embedding, as in many real
-    checkpoints: their logits are equal in every row.
+    checkpoints: their logits are equal in every row. Whoever reads the token NAN_ID has
+    NaN for logits; the head can say it as any other.
     """
     vocab_size = make_tokenizer().get_vocab_size() + NUM_PADDED_IDS
     generator = torch.Generator().manual_seed(0)
@@ -38,6 +43,7 @@ def save_tiny_model(directory: Path) -> Path:
     embedding = draw(vocab_size, _HIDDEN)
     embedding[-NUM_PADDED_IDS:] = embedding[-1]
     weights = {
+        "lm_head.weight": embedding.clone(),
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(_HIDDEN),
     }
@@ -54,6 +60,7 @@ def save_tiny_model(directory: Path) -> Path:
             f"{prefix}.mlp.up_proj.weight": draw(_INTERMEDIATE, _HIDDEN),
             f"{prefix}.mlp.down_proj.weight": draw(_HIDDEN, _INTERMEDIATE),
         }
+    embedding[NAN_ID] = float("nan")
     save_file(weights, directory / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -68,7 +75,7 @@ def save_tiny_model(directory: Path) -> Path:
         "max_position_embeddings": MAX_MODEL_LEN,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     }
     (directory / "config.json").write_text(json.dumps(config))
     return save_tokenizer(directory)
@@ -129,17 +136,25 @@ class TinyEngine:
     ) -> list[RequestOutput]:
         """Run the requests together; return their outputs in order."""
         request_ids = [self.add(*request) for request in requests]
+        finished, errors = self.drain()
+        assert errors == []
+        return [finished[request_id] for request_id in request_ids]
+
+    def drain(self) -> tuple[dict[str, RequestOutput], list[Exception]]:
+        """Step until nothing is left; return what ended well, and the errors."""
         finished: dict[str, RequestOutput] = {}
+        errors: list[Exception] = []
         for _ in range(_MAX_STEPS):
             if not self.engine.has_unfinished_requests():
                 break
-            for output in self.engine.step():
-                finished[output.request_id] = output
-        self.check_integrity()
-        return [finished[request_id] for request_id in request_ids]
-
-    def check_integrity(self) -> None:
-        self.engine._client.call_utility("check_integrity")
+            try:
+                outputs = self.engine.step()
+            except (EngineGenerateError, VLLMValidationError) as error:
+                errors.append(error)
+                continue
+            finished |= {output.request_id: output for output in outputs}
+        self.engine.check_integrity()
+        return finished, errors
 
     def shutdown(self) -> None:
         self.engine.shutdown()
