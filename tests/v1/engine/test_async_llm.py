@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -111,6 +112,19 @@ async def test_requests_that_wait_for_a_grammar_are_woken(engine):
     regex = StructuredOutputsParams(choice=["abc"])
     outputs = await collect(engine, "a", structured_outputs=regex, max_tokens=10)
     assert outputs[-1].outputs[0].finish_reason == "stop"
+
+
+async def test_a_constraint_is_checked_beside_the_loop(engine, monkeypatch):
+    threads = []
+    process_inputs = engine.input_processor.process_inputs
+
+    def watch(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return process_inputs(*args, **kwargs)
+
+    monkeypatch.setattr(engine.input_processor, "process_inputs", watch)
+    await collect(engine, "a", structured_outputs=StructuredOutputsParams(regex="abc"))
+    assert threads != [threading.main_thread()]
 
 
 async def test_a_grammar_that_does_not_compile_fails_only_its_request(engine):
