@@ -183,7 +183,7 @@ def test_sampling_defaults_come_from_the_model_and_the_override(
 
 
 def test_a_sampling_default_out_of_bounds_is_refused(model_dir):
-    with pytest.raises(VLLMValidationError, match="top_p"):
+    with pytest.raises(VLLMValidationError, match=r"generation_config.*: top_p must"):
         create(model_dir, override_generation_config={"top_p": 2.0})
 
 
@@ -215,6 +215,11 @@ def test_a_chat_template_is_a_text_or_a_file(model_dir, tmp_path):
         assert config.chat_template == "{{ messages }}"
     with pytest.raises(VLLMValidationError, match="chat_template"):
         create(model_dir, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_broken_chat_template_is_refused_before_the_start(model_dir):
+    with pytest.raises(VLLMValidationError, match=r"refused: .*\(line 2\)"):
+        create(model_dir, chat_template="{{ messages }}\n{% for %}")
 
 
 def test_a_bad_environment_variable_is_refused(model_dir, monkeypatch):

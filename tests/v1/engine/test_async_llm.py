@@ -10,12 +10,13 @@ from tests.v1.engine.fakes import (
     ParrotExecutor,
     make_config,
 )
-from vllm.exceptions import EngineDeadError, VLLMValidationError
+from vllm.exceptions import CheckpointError, EngineDeadError, VLLMValidationError
 from vllm.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
+from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 
 # An engine belongs to one loop, and most tests share one engine.
@@ -203,3 +204,13 @@ def cpu_ticks(pid):
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
+
+
+async def test_a_bad_tokenizer_is_told_before_an_engine_is_started(
+    tmp_path, monkeypatch
+):
+    starts = []
+    monkeypatch.setattr(async_llm, "AsyncMPClient", lambda *_, **__: starts.append(1))
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        make_engine(tmp_path)
+    assert not starts

@@ -59,15 +59,11 @@ class AsyncLLM:
     ) -> None:
         self.vllm_config = vllm_config
         self.log_stats = log_stats
+        # Before the engine: a bad tokenizer must not cost a start.
+        self.tokenizer = Tokenizer.from_path(vllm_config.model_config.tokenizer)
+        self.input_processor = InputProcessor(vllm_config, self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer, log_stats=log_stats)
         self._client = AsyncMPClient(vllm_config, executor_factory, log_stats=log_stats)
-        try:
-            self.tokenizer = Tokenizer.from_path(vllm_config.model_config.tokenizer)
-            self.input_processor = InputProcessor(vllm_config, self.tokenizer)
-            self.output_processor = OutputProcessor(self.tokenizer, log_stats=log_stats)
-            self._client.wait_until_ready()
-        except BaseException:
-            self._client.shutdown()
-            raise
         self._stat_loggers = StatLoggerManager(vllm_config, log_stats=log_stats)
         self._stat_loggers.log_engine_initialized(self._client.ready.num_gpu_blocks)
         self._input_pool = ThreadPoolExecutor(

@@ -129,14 +129,6 @@ class _MPClient(EngineCoreClient):
         self._failure_decoder = MsgpackDecoder(StartupFailure)
         self._call_ids = itertools.count()
         self._process = EngineCoreProcess(vllm_config, executor_factory, log_stats)
-
-    def wait_until_ready(self) -> None:
-        """Wait for the end of the process's start; no other call comes before it.
-
-        Raises:
-            CheckpointError, UnsupportedError, VLLMValidationError: as in the process.
-            EngineDeadError: the start has failed otherwise.
-        """
         self.ready = self._process.wait_until_ready()
 
     @property
@@ -187,7 +179,6 @@ class SyncMPClient(_MPClient, SyncEngineCoreClient):
         log_stats: bool,
     ) -> None:
         super().__init__(vllm_config, executor_factory, log_stats=log_stats)
-        self.wait_until_ready()
         # Outputs that came while a utility's answer was awaited.
         self._early_outputs: list[EngineCoreOutputs] = []
 
@@ -212,9 +203,8 @@ class SyncMPClient(_MPClient, SyncEngineCoreClient):
 class AsyncMPClient(_MPClient):
     """The engine core in a process, for an event loop.
 
-    Construction starts the process, so that the caller can do its own part of the
-    start before `wait_until_ready`. Both may happen in any thread; every other call
-    belongs to one event loop.
+    Construction blocks until the process is ready and may happen in any thread; every
+    other call belongs to one event loop.
     """
 
     def __init__(
