@@ -206,7 +206,9 @@ class AsyncLLM:
             self.input_processor.process_inputs, request_id, prompt, params, **kwargs
         )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        is_long = isinstance(text, str) and len(text) >= _MIN_CHARS_FOR_THREAD
+        num_chars = len(text) if isinstance(text, str) else 0
+        num_chars += sum(map(len, params.bad_words or ()))
+        is_long = num_chars >= _MIN_CHARS_FOR_THREAD
         # A large schema is checked keyword by keyword, for tenths of a second.
         if is_long or params.structured_outputs is not None:
             loop = asyncio.get_running_loop()

@@ -103,7 +103,9 @@ class IterationStats:
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
     finished_parents: list[ParentRequestStats] = field(default_factory=list)
 
-    def update_from_prompt(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+    def update_from_prompt(
+        self, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
         """Count one sequence's prompt, once it is computed."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_prompt_tokens += num_cached_tokens
