@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 NUM_COMPILE_THREADS = 2
+# Grammars that do not end, beside which others are still compiled.
+NUM_SPARE_THREADS = 6
 
 T = TypeVar("T")
 
@@ -57,7 +59,9 @@ class StructuredOutputManager:
         self._config = vllm_config.structured_outputs_config
         self._vocab_size = vllm_config.model_config.vocab_size
         self._tokenizer = tokenizer
-        self._pool = CompilePool(NUM_COMPILE_THREADS, envs.VLLM_GRAMMAR_COMPILE_TIMEOUT)
+        self._pool = CompilePool(
+            NUM_COMPILE_THREADS, envs.VLLM_GRAMMAR_COMPILE_TIMEOUT, NUM_SPARE_THREADS
+        )
         self._cache = GrammarCache(
             envs.VLLM_GRAMMAR_CACHE_ENTRIES, envs.VLLM_GRAMMAR_CACHE_BYTES
         )
