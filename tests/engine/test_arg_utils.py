@@ -3,9 +3,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import UnsupportedError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 MODEL = {
@@ -241,3 +242,9 @@ def test_flags_need_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_device_that_is_not_there_is_refused(model_dir, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="device=cuda, but torch sees no CUDA"):
+        EngineArgs(model=model_dir, device="cuda").create_engine_config()

@@ -152,9 +152,7 @@ class EngineArgs:
         self._check_environment()
         if self.trust_remote_code:
             logger.warning("trust_remote_code has no effect: a model's code never runs")
-        from vllm.platforms import detect_device
-
-        device = detect_device() if self.device == "auto" else self.device
+        device = self._device()
         model_config = self._model_config(device)
         return VllmConfig(
             model_config=model_config,
@@ -171,6 +169,14 @@ class EngineArgs:
                 enable_log_outputs=self.enable_log_outputs,
             ),
         )
+
+    def _device(self) -> str:
+        from vllm.platforms import check_device, detect_device
+
+        if self.device == "auto":
+            return detect_device()
+        check_device(self.device, f"device={self.device}")
+        return self.device
 
     def _check_types(self) -> None:
         allowed: dict[str, tuple[type, ...]] = {

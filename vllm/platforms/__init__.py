@@ -36,14 +36,30 @@ def detect_device() -> str:
         return "cpu"
     import torch
 
-    if torch.cuda.is_available():
+    if target == "cuda" or torch.cuda.is_available():
+        check_device("cuda", "VLLM_TARGET_DEVICE=cuda")
         return "cuda"
-    if target == "cuda":
-        raise UnsupportedError(
-            "VLLM_TARGET_DEVICE=cuda, but torch sees no CUDA device: unset it to run "
-            "on the CPU, or install a torch build with CUDA and a driver"
-        )
     return "cpu"
+
+
+def check_device(device: str, asked_by: str) -> None:
+    """Check that a device that was asked for is there.
+
+    Args:
+        asked_by: what asked for it, for the error.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"{asked_by}, but torch sees no CUDA device: leave it out to run on the "
+            "CPU, or install a torch build with CUDA and a driver"
+        )
 
 
 def default_dtype(device: str, hf_config: SavedDtype) -> str:
