@@ -74,9 +74,8 @@ def _choice(name: str, default: str, choices: tuple[str, ...]) -> Callable[[], s
         text = os.environ.get(name, default)
         folded = text.upper() if default.isupper() else text.lower()
         if folded not in choices:
-            raise ValueError(
-                f"{name} must be one of {', '.join(choices)}, got {text!r}"
-            )
+            shown = ", ".join(choice or "empty" for choice in choices)
+            raise ValueError(f"{name} must be one of {shown}, got {text!r}")
         return folded
 
     return read

@@ -16,6 +16,8 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 256
+MAX_STOP_CHARS = 1024
 
 
 class RequestOutputKind(IntEnum):
@@ -216,8 +218,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"got {len(self.stop)}",
                 parameter="stop",
             )
-        _strings("stop", self.stop)
-        _strings("bad_words", self.bad_words or [])
+        _strings("stop", self.stop, MAX_STOP_CHARS)
+        _strings("bad_words", self.bad_words or [], MAX_BAD_WORD_CHARS)
         if self.stop and not self.detokenize:
             raise VLLMValidationError(
                 "stop strings need detokenize=True", parameter="stop", value=self.stop
@@ -312,10 +314,17 @@ def _number(
         )
 
 
-def _strings(name: str, values: list[str]) -> None:
+def _strings(name: str, values: list[str], max_chars: int) -> None:
     if not all(isinstance(value, str) and value for value in values):
         raise VLLMValidationError(
             f"{name} must hold non-empty strings", parameter=name, value=values
+        )
+    longest = max(map(len, values), default=0)
+    if longest > max_chars:
+        raise VLLMValidationError(
+            f"{name} takes strings of at most {max_chars} characters, got {longest}",
+            parameter=name,
+            value=longest,
         )
 
 

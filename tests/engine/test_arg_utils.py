@@ -3,9 +3,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import UnsupportedError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 MODEL = {
@@ -183,7 +184,7 @@ def test_sampling_defaults_come_from_the_model_and_the_override(
 
 
 def test_a_sampling_default_out_of_bounds_is_refused(model_dir):
-    with pytest.raises(VLLMValidationError, match="top_p"):
+    with pytest.raises(VLLMValidationError, match=r"generation_config.*: top_p must"):
         create(model_dir, override_generation_config={"top_p": 2.0})
 
 
@@ -217,6 +218,11 @@ def test_a_chat_template_is_a_text_or_a_file(model_dir, tmp_path):
         create(model_dir, chat_template=str(tmp_path / "none.jinja"))
 
 
+def test_a_broken_chat_template_is_refused_before_the_start(model_dir):
+    with pytest.raises(VLLMValidationError, match=r"refused: .*\(line 2\)"):
+        create(model_dir, chat_template="{{ messages }}\n{% for %}")
+
+
 def test_a_bad_environment_variable_is_refused(model_dir, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS", "many")
     with pytest.raises(VLLMValidationError, match="VLLM_CPU_OMP_THREADS"):
@@ -236,3 +242,9 @@ def test_flags_need_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_device_that_is_not_there_is_refused(model_dir, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="device=cuda, but torch sees no CUDA"):
+        EngineArgs(model=model_dir, device="cuda").create_engine_config()

@@ -20,6 +20,7 @@ def fake_files(monkeypatch, files: dict[str, str]) -> None:
 
 def test_device_follows_what_torch_sees(monkeypatch):
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.setattr(platforms, "_has_cuda_driver", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert platforms.detect_device() == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

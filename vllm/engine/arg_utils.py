@@ -159,9 +159,7 @@ class EngineArgs:
         self._check_environment()
         if self.trust_remote_code:
             logger.warning("trust_remote_code has no effect: a model's code never runs")
-        from vllm.platforms import detect_device
-
-        device = detect_device() if self.device == "auto" else self.device
+        device = self._device()
         model_config = self._model_config(device)
         return VllmConfig(
             model_config=model_config,
@@ -181,6 +179,14 @@ class EngineArgs:
                 enable_log_outputs=self.enable_log_outputs,
             ),
         )
+
+    def _device(self) -> str:
+        from vllm.platforms import check_device, detect_device
+
+        if self.device == "auto":
+            return detect_device()
+        check_device(self.device, f"device={self.device}")
+        return self.device
 
     def _check_types(self) -> None:
         allowed: dict[str, tuple[type, ...]] = {
@@ -294,22 +300,37 @@ class EngineArgs:
             for word, name in _GENERATION_FIELDS.items()
             if merged.get(word) is not None
         }
-        SamplingParams(**defaults)
+        try:
+            SamplingParams(**defaults)
+        except VLLMValidationError as error:
+            raise VLLMValidationError(
+                f"generation_config.json or override_generation_config: {error}; "
+                "generation_config 'vllm' leaves the model's own out",
+                parameter=error.parameter,
+            ) from None
         return defaults
 
     def _chat_template(self) -> str | None:
+        from vllm.transformers_utils.chat_template import check_chat_template
+
         template = self.chat_template
-        if template is None or "{" in template or "\n" in template:
-            return template
+        if template is None:
+            return None
+        if "{" not in template and "\n" not in template:
+            template = self._read_chat_template(template)
+        check_chat_template(template)
+        return template
+
+    def _read_chat_template(self, path: str) -> str:
         try:
-            with open(template, encoding="utf-8") as file:
+            with open(path, encoding="utf-8") as file:
                 return file.read()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "is not UTF-8 text"
             raise invalid(
                 "chat_template",
                 f"must be a readable file or a template: {reason}",
-                template,
+                path,
             ) from None
 
     def _cache_config(self, device: str) -> CacheConfig:

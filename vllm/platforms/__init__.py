@@ -1,5 +1,6 @@
 """What the devices of this machine can do, asked in one place."""
 
+import ctypes
 import math
 import os
 from typing import Protocol
@@ -29,16 +30,36 @@ def detect_device() -> str:
     target = envs.VLLM_TARGET_DEVICE
     if target == "cpu":
         return "cpu"
+    # A process that serves HTTP needs torch for this question alone, and torch takes
+    # more than a second to load.
+    if target != "cuda" and not _has_cuda_driver():
+        return "cpu"
     import torch
 
-    if torch.cuda.is_available():
+    if target == "cuda" or torch.cuda.is_available():
+        check_device("cuda", "VLLM_TARGET_DEVICE=cuda")
         return "cuda"
-    if target == "cuda":
-        raise UnsupportedError(
-            "VLLM_TARGET_DEVICE=cuda, but torch sees no CUDA device: unset it to run "
-            "on the CPU, or install a torch build with CUDA and a driver"
-        )
     return "cpu"
+
+
+def check_device(device: str, asked_by: str) -> None:
+    """Check that a device that was asked for is there.
+
+    Args:
+        asked_by: what asked for it, for the error.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"{asked_by}, but torch sees no CUDA device: leave it out to run on the "
+            "CPU, or install a torch build with CUDA and a driver"
+        )
 
 
 def default_dtype(device: str, hf_config: SavedDtype) -> str:
@@ -93,6 +114,15 @@ def num_usable_cpus() -> int:
     if physical and psutil.cpu_count() != physical:
         usable = min(usable, physical)
     return max(usable, 1)
+
+
+def _has_cuda_driver() -> bool:
+    """Return whether the driver's library is there, as torch needs it to be."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _cgroup_cpu_quota() -> float | None:

@@ -94,6 +94,15 @@ def render_chat_template(
     return _cut_at_continue_mark(text) if continue_final_message else text
 
 
+def check_chat_template(template: str) -> None:
+    """Check that a template can be compiled.
+
+    Raises:
+        VLLMValidationError: it is broken or too large.
+    """
+    _compile(template)
+
+
 def _render(compiled: jinja2.Template, variables: dict[str, Any]) -> str:
     parameter = "messages"
     try:

@@ -90,6 +90,12 @@ class Tokenizer:
         vocab = self.backend.get_vocab(with_added_tokens=True)
         return max(vocab.values(), default=-1)
 
+    @cached_property
+    def max_token_chars(self) -> int:
+        """The length of the longest token in the vocabulary's own spelling."""
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        return max(map(len, vocab), default=0)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 

@@ -1,11 +1,11 @@
 """Messages between processes: msgpack, with large arrays as frames of their own."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 # Smaller arrays travel inside the message; a frame of its own costs more than the copy.
 MIN_FRAME_BYTES = 256
@@ -40,7 +40,9 @@ class MsgpackEncoder:
     def _encode_custom(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return self._encode_array(value)
-        if isinstance(value, torch.Tensor):
+        # A process that has no torch has no tensors, and need not load it to see that.
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
             # NumPy has no bfloat16, so the bytes travel with torch's name of the dtype.
             raw = value.contiguous().view(-1).view(torch.uint8).numpy()
             dtype = str(value.dtype).removeprefix("torch.")
@@ -87,7 +89,8 @@ class MsgpackDecoder:
         if kind is np.ndarray:
             dtype, shape, data = value
             return np.frombuffer(self._find(data), dtype=dtype).reshape(shape)
-        if kind is torch.Tensor:
+        torch = sys.modules.get("torch")
+        if torch is not None and kind is torch.Tensor:
             dtype, shape, data = value
             # A tensor needs memory that may be written.
             raw = bytearray(self._find(data))

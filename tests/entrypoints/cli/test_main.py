@@ -59,13 +59,19 @@ def test_a_bad_environment_variable_is_one_line(capsys, monkeypatch):
     "error",
     [
         CheckpointError("model.safetensors:\n  truncated"),
-        VLLMValidationError("model.safetensors: truncated"),
         OSError("model.safetensors: truncated"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(capsys, command, error):
     command(error)
     assert run(["serve"], capsys) == (1, "", "error: model.safetensors: truncated\n")
+
+
+def test_a_value_that_does_not_fit_the_model_is_one_line_and_exit_code_2(
+    capsys, command
+):
+    command(VLLMValidationError("max_model_len must be\n at most 8"))
+    assert run(["serve"], capsys) == (2, "", "error: max_model_len must be at most 8\n")
 
 
 def test_a_fault_of_the_program_is_not_hidden(command):

@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vllm.entrypoints.openai.api_server import PathFilter, listen
+from vllm.entrypoints.openai.api_server import PathFilter, check_ssl_files, listen
 from vllm.entrypoints.openai.cli_args import FrontendArgs
+from vllm.exceptions import VLLMValidationError
 
 ROOT = Path(__file__).parents[3]
 SERVE = """
@@ -147,6 +148,34 @@ def test_unix_socket_is_for_this_user_only(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
     with pytest.raises(OSError, match="exists already"):
         listen(FrontendArgs(uds=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"host": "no.such.host.invalid"}, "--host no.such.host.invalid: "),
+        ({"uds": "/no/such/folder/socket"}, "--uds /no/such/folder/socket: No such"),
+        ({"uds": "/tmp/" + "x" * 200}, "--uds /tmp/x*: AF_UNIX path too long"),
+    ],
+)
+def test_an_address_that_does_not_exist_is_named(given: dict, named: str) -> None:
+    with pytest.raises(OSError, match=named):
+        listen(FrontendArgs(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"ssl_keyfile": "key.pem"}, "needs both"),
+        ({"ssl_keyfile": "k.pem", "ssl_certfile": "c.pem"}, r"c\.pem.*No such file"),
+        ({"ssl_keyfile": __file__, "ssl_certfile": __file__}, "PEM"),
+    ],
+)
+def test_https_without_its_files_is_refused_before_the_start(
+    given: dict, reason: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=reason):
+        check_ssl_files(FrontendArgs(**given))
 
 
 def test_only_this_machine_is_listened_to_by_default() -> None:

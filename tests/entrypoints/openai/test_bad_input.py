@@ -89,6 +89,18 @@ async def test_legacy_constraint_names_its_replacement(old: str, new: str) -> No
     assert f"structured_outputs.{new}" in error["message"]
 
 
+async def test_a_text_of_megabytes_is_refused_by_its_field() -> None:
+    text = "hell yes " * 200_000
+    error = await refused_completion(prompt=["a", text])
+    assert (error["param"], "characters" in error["message"]) == ("prompt", True)
+    error = await refused_chat(messages=[{"role": "user", "content": text}])
+    assert (error["param"], "characters" in error["message"]) == ("messages", True)
+    error = await refused_completion(prompt=text, truncate_prompt_tokens=5)
+    assert error["param"] == "prompt"
+    error = await refused("/tokenize", {"prompt": text})
+    assert error["param"] == "prompt"
+
+
 async def test_fields_without_effect_by_definition_are_accepted() -> None:
     body = {
         "messages": HI,
@@ -348,7 +360,7 @@ async def test_contradictory_or_broken_constraint_is_named(
 async def test_contradictory_chat_fields_are_named() -> None:
     for fields, param in (
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

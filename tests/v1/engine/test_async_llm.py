@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -9,12 +10,13 @@ from tests.v1.engine.fakes import (
     ParrotExecutor,
     make_config,
 )
-from vllm.exceptions import EngineDeadError, VLLMValidationError
+from vllm.exceptions import CheckpointError, EngineDeadError, VLLMValidationError
 from vllm.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
+from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 
 # An engine belongs to one loop, and most tests share one engine.
@@ -66,8 +68,8 @@ async def test_n_answers_stream_side_by_side(engine):
 
 
 async def test_a_long_prompt_is_tokenized_beside_the_loop(engine):
-    with pytest.raises(VLLMValidationError, match="5000 tokens"):
-        await collect(engine, "a", "x" * 5000)
+    outputs = await collect(engine, "a", "x" * 5000, truncate_prompt_tokens=3)
+    assert len(outputs[-1].prompt_token_ids) == 3
 
 
 async def test_leaving_early_aborts_in_the_core(engine):
@@ -111,6 +113,19 @@ async def test_requests_that_wait_for_a_grammar_are_woken(engine):
     regex = StructuredOutputsParams(choice=["abc"])
     outputs = await collect(engine, "a", structured_outputs=regex, max_tokens=10)
     assert outputs[-1].outputs[0].finish_reason == "stop"
+
+
+async def test_a_constraint_is_checked_beside_the_loop(engine, monkeypatch):
+    threads = []
+    process_inputs = engine.input_processor.process_inputs
+
+    def watch(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return process_inputs(*args, **kwargs)
+
+    monkeypatch.setattr(engine.input_processor, "process_inputs", watch)
+    await collect(engine, "a", structured_outputs=StructuredOutputsParams(regex="abc"))
+    assert threads != [threading.main_thread()]
 
 
 async def test_a_grammar_that_does_not_compile_fails_only_its_request(engine):
@@ -189,3 +204,13 @@ def cpu_ticks(pid):
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
+
+
+async def test_a_bad_tokenizer_is_told_before_an_engine_is_started(
+    tmp_path, monkeypatch
+):
+    starts = []
+    monkeypatch.setattr(async_llm, "AsyncMPClient", lambda *_, **__: starts.append(1))
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        make_engine(tmp_path)
+    assert not starts

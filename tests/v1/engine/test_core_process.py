@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.v1.engine.fakes import (
     BrokenExecutor,
@@ -12,10 +13,20 @@ from tests.v1.engine.fakes import (
     KilledExecutor,
     make_config,
 )
-from vllm.exceptions import CheckpointError, EngineDeadError, VLLMValidationError
+from vllm.exceptions import (
+    CheckpointError,
+    EngineDeadError,
+    UnsupportedError,
+    VLLMValidationError,
+)
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.core_process import describe_exit
-from vllm.v1.engine.startup import StartupFailure, StartupPhase, format_phases
+from vllm.v1.engine.startup import (
+    StartupClock,
+    StartupFailure,
+    StartupPhase,
+    format_phases,
+)
 
 PARENT = """
 import pathlib, sys, time
@@ -103,9 +114,26 @@ def test_another_error_names_its_kind():
     assert error.reason == "KeyError: 'x'"
 
 
-def test_too_little_memory_comes_with_a_hint():
-    error = StartupFailure.from_exception(MemoryError("no room")).to_exception()
-    assert "lower --max-model-len" in str(error)
+def fail_to_allocate(num_bytes=2**62):
+    torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def run_out():
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("allocate", [fail_to_allocate, run_out])
+def test_too_little_memory_is_told_with_what_to_lower(allocate):
+    with (
+        pytest.raises(UnsupportedError, match=r"weights .*; use .* --max-model-len"),
+        StartupClock().measure("weights"),
+    ):
+        allocate()
+
+
+def test_another_error_of_a_phase_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="odd"), StartupClock().measure("weights"):
+        raise RuntimeError("odd")
 
 
 def test_what_no_phase_covers_is_shown():

@@ -127,6 +127,23 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(process):
         process("x" * 64, max_tokens=1)
 
 
+def test_a_text_that_cannot_fit_is_not_tokenized(make_processor, monkeypatch):
+    processor = make_processor()
+
+    def encode(text, add_special_tokens=True):
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(processor.tokenizer, "encode", encode)
+    with pytest.raises(VLLMValidationError, match="100000 characters"):
+        processor.process_inputs("r", "x" * 100_000, SamplingParams())
+
+
+@pytest.mark.parametrize(("name", "limit"), [("bad_words", 256), ("stop", 1024)])
+def test_a_string_of_many_characters_is_refused(process, name, limit):
+    assert process(**{name: ["a" * limit]})
+    assert refused_parameter(process, **{name: ["b", "a" * (limit + 1)]}) == name
+
+
 def test_truncation_keeps_the_end(process):
     _, request = process(list(range(10)), truncate_prompt_tokens=3)
     assert request.prompt_token_ids == [7, 8, 9]

@@ -60,6 +60,12 @@ def test_chosen_ids_have_no_rank_and_padding_is_dropped(tokenizer):
     assert {i: p.rank for i, p in position.items()} == {3: 1, 9: None, 8: None}
 
 
+def test_equal_candidates_share_the_best_rank(tokenizer):
+    lists = rows([[3, 8, 9, 7, 6]], [[-3.0, -1.0, -2.0, -2.0, -3.0]], [4])
+    [position] = process(tokenizer, lists, 1, logprobs=4).logprobs
+    assert {i: p.rank for i, p in position.items()} == {3: 4, 8: 1, 9: 2, 7: 2, 6: 4}
+
+
 def test_rows_behind_a_stop_are_not_counted(tokenizer):
     lists = rows([[3], [4], [5]], [[-1.0], [-2.0], [-4.0]], [1, 1, 1])
     processor = process(tokenizer, lists, 2, logprobs=0)

@@ -269,3 +269,15 @@ def test_times_of_a_request_are_measured_from_its_arrival(processor):
     [finished] = stats.finished_requests
     assert (finished.e2e_latency, finished.decode_time) == (3.0, 0.25)
     assert finished.num_generation_tokens == 2
+
+
+def test_a_prompt_that_is_only_scored_is_counted(processor):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    request = EngineCoreRequest("r", [1, 2, 3], params, arrival_time=0.0)
+    processor.add_request(request, None, drops_output=True)
+    stats = IterationStats()
+    last = EngineCoreOutput("r", [40], finish_reason=FinishReason.LENGTH)
+    processor.process_outputs([last], 1.0, stats)
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (3, 0)
+    assert stats.time_to_first_tokens == []
+    assert stats.finished_requests[0].max_tokens_param == 0

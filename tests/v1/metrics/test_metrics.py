@@ -270,7 +270,7 @@ def test_only_the_first_scheduling_counts_as_the_end_of_queueing():
         (EngineCoreEventType.SCHEDULED, 4.0),
     ):
         output = EngineCoreOutput("r", [], events=[EngineCoreEvent(kind, seconds)])
-        stats.update_from_output(output, 5.0, 7, state)
+        stats.update_from_output(output, 5.0, state)
     assert (state.queued_ts, state.scheduled_ts) == (1.0, 2.0)
     assert stats.num_prompt_tokens == 0
 

@@ -280,7 +280,7 @@ def test_a_whitespace_pattern_replaces_the_default():
         ({"json": {"allOf": [{"$ref": "#"}]}}, "no text satisfies"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, "greater than"),
         ({"json": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}, "oneOf"),
-        ({"json": {"$ref": "http://example.com/x"}}, "not present"),
+        ({"json": {"$ref": "http://example.com/x"}}, "nothing is fetched"),
         ({"regex": "a{0}"}, "no text but the empty one"),
         ({"regex": "a**b{2"}, "regex"),
         ({"regex": "(?i"}, "unclosed"),

@@ -1,3 +1,5 @@
+import os
+import sys
 import threading
 import time
 
@@ -92,15 +94,49 @@ def test_loading_a_library_does_not_count():
     pool.shutdown()
 
 
-def test_threads_do_not_grow_with_overdue_jobs(release):
-    pool = CompilePool(2, time_limit_s=0.02)
+def test_a_spare_thread_takes_the_place_of_a_stuck_one(release):
+    pool = CompilePool(1, time_limit_s=0.05, num_spares=2)
+    for _ in range(2):
+        pool.submit(release.wait).exception(5)
+    assert pool.submit(lambda: "served").result(5) == "served"
+    pool.submit(release.wait).exception(5)
+    with pytest.raises(CompileBusyError):
+        pool.submit(lambda: None)
+    pool.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority there")
+def test_an_overdue_job_loses_its_priority_and_later_jobs_do_not(release):
+    pool = CompilePool(1, time_limit_s=0.05)
+    thread_ids: list[int] = []
+
+    def get_stuck() -> None:
+        thread_ids.append(threading.get_native_id())
+        release.wait()
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    pool.submit(get_stuck).exception(5)
+    assert os.getpriority(os.PRIO_PROCESS, thread_ids[0]) == 19
+    release.set()
+    deadline = time.monotonic() + 5
+    while pool.num_overdue and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pool.submit(niceness).result(5) == os.getpriority(os.PRIO_PROCESS, 0)
+    pool.shutdown()
+
+
+@pytest.mark.parametrize("num_spares", [0, 3])
+def test_threads_do_not_grow_beyond_the_spares(release, num_spares):
     before = threading.active_count()
+    pool = CompilePool(2, time_limit_s=0.02, num_spares=num_spares)
     for _ in range(20):
         try:
             pool.submit(release.wait).exception(5)
         except CompileBusyError:
             continue
-    assert threading.active_count() == before
+    assert threading.active_count() - before <= 1 + 2 + num_spares
     pool.shutdown()
 
 

@@ -34,7 +34,10 @@ def nested(levels: int) -> str:
         ("{", "not JSON"),
         ("[1]", "an object or a boolean"),
         (False, "accepts nothing"),
-        ('{"const": NaN}', "NaN"),
+        ('{"const": NaN}', "the schema holds NaN, which is not JSON"),
+        ('{"minLength": 1e999}', "the schema holds the number 1e999"),
+        ('{"type": "number", "const": -1e999}', "the number -1e999"),
+        ('{"oneOf": [{"const": 1e999}, {"const": 1}]}', "the number 1e999"),
         ({"type": "foo"}, "#/type must be one or more of"),
         ({"type": []}, "#/type"),
         ({"properties": {"a": "x"}}, "#/properties/a must be a schema"),
@@ -236,3 +239,18 @@ def test_the_check_imports_neither_torch_nor_a_grammar_library():
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_long_chain_of_references_is_checked_in_linear_time():
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(5000)}
+    schema = {"$defs": chain | {"a5000": {"type": "string"}}, "$ref": "#/$defs/a0"}
+    start = time.monotonic()
+    validate_structured_outputs(StructuredOutputsParams(json=schema), AUTO)
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_long_property_name_is_not_repeated_whole_in_the_path_of_each_child():
+    inner = {"properties": {str(i): {} for i in range(1000)} | {"z": {"type": "foo"}}}
+    fault = refusal(json={"properties": {"x" * 100_000: inner}})
+    assert "x.../properties/z/type must be one or more of" in fault.message
+    assert len(fault.message) < 300

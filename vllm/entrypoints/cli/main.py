@@ -54,7 +54,9 @@ def run_command(
     run: Callable[[Sequence[str]], int] = import_module(commands[name][0]).run
     try:
         return run(argv[1:])
-    except (EngineDeadError, UnsupportedError, VLLMValidationError, OSError) as error:
+    except VLLMValidationError as error:
+        return _fail(str(error), 2)
+    except (EngineDeadError, UnsupportedError, OSError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import FrontendArgs
-from vllm.exceptions import EngineDeadError, UnsupportedError
+from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import configure_logging, init_logger
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def run_server(args: argparse.Namespace) -> None:
 
     Raises:
         UnsupportedError: this set-up cannot be served.
+        VLLMValidationError: a flag's value cannot be used.
         OSError: the address cannot be listened on.
         SystemExit: 1, the engine has stopped by itself.
     """
@@ -49,8 +51,7 @@ def run_server(args: argparse.Namespace) -> None:
     if envs.VLLM_CONFIGURE_LOGGING:
         configure_logging("APIServer")
     frontend = FrontendArgs.from_namespace(args)
-    if bool(frontend.ssl_keyfile) != bool(frontend.ssl_certfile):
-        raise UnsupportedError("HTTPS needs both --ssl-keyfile and --ssl-certfile")
+    check_ssl_files(frontend)
     # Before the engine: an address in use must not cost a start.
     listener = listen(frontend)
     _warn_if_open(frontend)
@@ -80,6 +81,32 @@ def _load_web_modules() -> None:
         import_module(name)
 
 
+def check_ssl_files(args: FrontendArgs) -> None:
+    """Check that HTTPS has what it needs, if it is asked for.
+
+    Raises:
+        VLLMValidationError: a file is missing, or the two are no key and certificate.
+    """
+    if not args.ssl_keyfile and not args.ssl_certfile:
+        return
+    if not args.ssl_keyfile or not args.ssl_certfile:
+        raise VLLMValidationError(
+            "HTTPS needs both --ssl-keyfile and --ssl-certfile",
+            parameter="ssl_certfile" if args.ssl_keyfile else "ssl_keyfile",
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The empty password: a key that has one must not stop the start with a prompt.
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password="")
+    except OSError as error:
+        raise VLLMValidationError(
+            f"--ssl-certfile {args.ssl_certfile} and --ssl-keyfile {args.ssl_keyfile} "
+            f"must be readable PEM files that belong together, without a password: "
+            f"{error.strerror or error}",
+            parameter="ssl_certfile",
+        ) from None
+
+
 def listen(args: FrontendArgs) -> socket.socket:
     """Return a socket that is bound to the address of `args`, not open yet.
 
@@ -88,9 +115,12 @@ def listen(args: FrontendArgs) -> socket.socket:
     """
     if args.uds:
         return _listen_on_file(args.uds)
-    family, _, _, _, address = socket.getaddrinfo(
-        args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise OSError(f"--host {args.host}: {error.strerror}") from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -112,9 +142,9 @@ def _listen_on_file(path: str) -> socket.socket:
         listener.bind(path)
         # Only this user: whoever reaches the socket may use the server.
         os.chmod(path, 0o600)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(f"--uds {path}: {error.strerror or error}") from None
     return listener
 
 

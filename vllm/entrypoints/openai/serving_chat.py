@@ -111,6 +111,7 @@ class OpenAIServingChat(OpenAIServing):
             chat_template_kwargs=request.chat_template_kwargs,
             reasoning_effort=request.reasoning_effort,
             add_special_tokens=request.add_special_tokens,
+            need_not_fit=request.truncate_prompt_tokens is not None,
         )
 
     async def _respond(self, context: _ChatContext) -> ChatCompletionResponse:

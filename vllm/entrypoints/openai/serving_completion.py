@@ -133,7 +133,12 @@ class OpenAIServingCompletion(OpenAIServing):
                 parameter="n",
             )
         adds_special = request.add_special_tokens is not False
-        prompts = await self.in_thread(self._tokenize, texts, adds_special)
+        prompts = await self.in_thread(
+            self._tokenize,
+            texts,
+            adds_special,
+            request.truncate_prompt_tokens is not None,
+        )
         # The client's id may be in use; the engine's must not be.
         engine_id = f"cmpl-{request_id}-{uuid.uuid4().hex[:8]}"
         generators = [
@@ -183,10 +188,13 @@ class OpenAIServingCompletion(OpenAIServing):
         )
 
     def _tokenize(
-        self, prompts: list[str | list[int]], adds_special: bool
+        self, prompts: list[str | list[int]], adds_special: bool, truncates: bool
     ) -> list[_Prompt]:
         return [
-            _Prompt(prompt, self.tokenizer.encode(prompt, adds_special))
+            _Prompt(
+                prompt,
+                self.tokenize_text(prompt, adds_special, need_not_fit=truncates),
+            )
             if isinstance(prompt, str)
             else _Prompt(None, prompt)
             for prompt in prompts

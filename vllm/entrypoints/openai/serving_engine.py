@@ -26,6 +26,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.chat_template import render_chat_template
 from vllm.transformers_utils.tokenizer import Tokenizer
+from vllm.v1.engine.text_length import check_text_length
 
 T = TypeVar("T")
 
@@ -127,8 +128,12 @@ class OpenAIServing:
         chat_template_kwargs: dict[str, Any] | None = None,
         reasoning_effort: str | None = None,
         add_special_tokens: bool | None = None,
+        need_not_fit: bool = False,
     ) -> tuple[str, list[int]]:
         """Return the prompt that the template makes of the messages, and its token ids.
+
+        Args:
+            need_not_fit: the prompt is cut to its last tokens, or only counted.
 
         Raises:
             VLLMValidationError: the messages or the variables do not suit the template.
@@ -147,7 +152,38 @@ class OpenAIServing:
             eos_token=self.tokenizer.eos_token or "",
             **kwargs,
         )
-        return text, self.tokenizer.encode(text, bool(add_special_tokens))
+        return text, self.tokenize_text(
+            text,
+            bool(add_special_tokens),
+            parameter="messages",
+            need_not_fit=need_not_fit,
+        )
+
+    def tokenize_text(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        *,
+        parameter: str = "prompt",
+        need_not_fit: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a text that may fit the context.
+
+        Args:
+            parameter: the request field that holds the text.
+            need_not_fit: the prompt is cut to its last tokens, or only counted.
+
+        Raises:
+            VLLMValidationError: the text is too long.
+        """
+        check_text_length(
+            text,
+            self.tokenizer,
+            self.model_config.max_model_len,
+            parameter=parameter,
+            need_not_fit=need_not_fit,
+        )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _choose_template(self, of_request: str | None) -> tuple[str, str]:
         if of_request is not None:

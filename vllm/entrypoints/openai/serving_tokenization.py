@@ -36,8 +36,10 @@ class OpenAIServingTokenization(OpenAIServing):
 
     def _encode(self, request: TokenizeRequest) -> list[int]:
         if request.prompt is not None:
-            return self.tokenizer.encode(
-                request.prompt, request.add_special_tokens is not False
+            return self.tokenize_text(
+                request.prompt,
+                request.add_special_tokens is not False,
+                need_not_fit=True,
             )
         assert request.messages is not None, "check() lets one of the two through"
         _, token_ids = self.render_chat(
@@ -47,6 +49,7 @@ class OpenAIServingTokenization(OpenAIServing):
             chat_template=request.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,
             add_special_tokens=request.add_special_tokens,
+            need_not_fit=True,
         )
         return token_ids
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.logprobs_lists import LogprobsLists
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import LogprobsLists
 
 
 class FinishReason(enum.IntEnum):

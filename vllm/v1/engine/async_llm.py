@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 
 # Shorter texts are tokenized in less time than a thread takes to answer.
 _MIN_CHARS_FOR_THREAD = 2048
-_NUM_TOKENIZER_THREADS = 2
+_NUM_INPUT_THREADS = 2
 # Outputs handled before other tasks of the loop may run.
 _OUTPUT_CHUNK_SIZE = 128
 _MAX_LOGGED_CHARS = 500
@@ -59,18 +59,15 @@ class AsyncLLM:
     ) -> None:
         self.vllm_config = vllm_config
         self.log_stats = log_stats
-        self._client = AsyncMPClient(vllm_config, executor_factory, log_stats=log_stats)
-        try:
-            self.tokenizer = Tokenizer.from_path(vllm_config.model_config.tokenizer)
-        except BaseException:
-            self._client.shutdown()
-            raise
+        # Before the engine: a bad tokenizer must not cost a start.
+        self.tokenizer = Tokenizer.from_path(vllm_config.model_config.tokenizer)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer, log_stats=log_stats)
+        self._client = AsyncMPClient(vllm_config, executor_factory, log_stats=log_stats)
         self._stat_loggers = StatLoggerManager(vllm_config, log_stats=log_stats)
         self._stat_loggers.log_engine_initialized(self._client.ready.num_gpu_blocks)
-        self._tokenizer_pool = ThreadPoolExecutor(
-            _NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer"
+        self._input_pool = ThreadPoolExecutor(
+            _NUM_INPUT_THREADS, thread_name_prefix="input"
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._dead_error: EngineDeadError | None = None
@@ -199,7 +196,7 @@ class AsyncLLM:
                 task.cancel()
         self._tasks.clear()
         self._fail_all(EngineDeadError("it was shut down"))
-        self._tokenizer_pool.shutdown(wait=False, cancel_futures=True)
+        self._input_pool.shutdown(wait=False, cancel_futures=True)
         self._client.shutdown()
 
     async def _process_inputs(
@@ -209,9 +206,13 @@ class AsyncLLM:
             self.input_processor.process_inputs, request_id, prompt, params, **kwargs
         )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) >= _MIN_CHARS_FOR_THREAD:
+        num_chars = len(text) if isinstance(text, str) else 0
+        num_chars += sum(map(len, params.bad_words or ()))
+        is_long = num_chars >= _MIN_CHARS_FOR_THREAD
+        # A large schema is checked keyword by keyword, for tenths of a second.
+        if is_long or params.structured_outputs is not None:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._tokenizer_pool, process)
+            return await loop.run_in_executor(self._input_pool, process)
         return process()
 
     def _add_request(

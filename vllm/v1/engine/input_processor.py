@@ -15,6 +15,7 @@ from vllm.v1.engine.params_validation import (
     check_token_ids,
     validate_sampling_params,
 )
+from vllm.v1.engine.text_length import check_text_length
 
 Prompt = str | dict[str, Any] | list[int]
 
@@ -62,7 +63,9 @@ class InputProcessor:
             raise VLLMValidationError(
                 "request_id must be a non-empty string", parameter="request_id"
             )
-        text, token_ids, prompt_salt = self._read_prompt(prompt, add_special_tokens)
+        text, token_ids, prompt_salt = self._read_prompt(
+            prompt, add_special_tokens, params.truncate_prompt_tokens is not None
+        )
         cache_salt = cache_salt if cache_salt is not None else prompt_salt
         self._check_priority(priority)
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
@@ -82,7 +85,7 @@ class InputProcessor:
         )
 
     def _read_prompt(
-        self, prompt: Prompt, add_special_tokens: bool
+        self, prompt: Prompt, add_special_tokens: bool, truncates: bool
     ) -> tuple[str | None, list[int], str | None]:
         text: Any = None
         token_ids: Any = None
@@ -102,10 +105,12 @@ class InputProcessor:
         else:
             token_ids = prompt
         if token_ids is None:
-            token_ids = self._tokenize(text, add_special_tokens)
+            token_ids = self._tokenize(text, add_special_tokens, truncates)
         return text, self._check_prompt_token_ids(token_ids), cache_salt
 
-    def _tokenize(self, text: Any, add_special_tokens: bool) -> list[int]:
+    def _tokenize(
+        self, text: Any, add_special_tokens: bool, truncates: bool
+    ) -> list[int]:
         if not isinstance(text, str):
             raise VLLMValidationError(
                 "a prompt must be text or a list of token ids", parameter="prompt"
@@ -117,6 +122,13 @@ class InputProcessor:
                 "the prompt holds a lone surrogate, which is not text",
                 parameter="prompt",
             ) from error
+        check_text_length(
+            text,
+            self.tokenizer,
+            self._model_config.max_model_len,
+            parameter="prompt",
+            need_not_fit=truncates,
+        )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_prompt_token_ids(self, token_ids: Any) -> list[int]:

@@ -47,8 +47,9 @@ class LLMEngine:
         )
         self._stat_loggers = StatLoggerManager(vllm_config, log_stats=log_stats)
         self._stat_loggers.log_engine_initialized(self._client.ready.num_gpu_blocks)
-        # Outputs of a step in which another request failed.
+        # Outputs of a step in which a request failed, and the failures not told yet.
         self._held_outputs: list[RequestOutput] = []
+        self._held_errors: dict[str, Exception] = {}
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> "LLMEngine":
@@ -96,10 +97,13 @@ class LLMEngine:
         """Run one step and return what changed.
 
         Raises:
-            VLLMValidationError, EngineGenerateError: a request has failed; the outputs
-                of the others come with the next call.
+            VLLMValidationError, EngineGenerateError: a request, named in the error's
+                notes, has failed; the outputs of the others, and the next failure,
+                come with the next calls.
             EngineDeadError: the engine has stopped.
         """
+        if self._held_errors:
+            raise self._take_error()
         if self._held_outputs or not self.has_unfinished_requests():
             held, self._held_outputs = self._held_outputs, []
             return held
@@ -111,14 +115,15 @@ class LLMEngine:
         if result.reqs_to_abort:
             self._client.abort_requests(result.reqs_to_abort)
         self._stat_loggers.record(outputs.scheduler_stats, stats)
-        for error in result.errors.values():
+        if result.errors:
             self._held_outputs = result.request_outputs
-            raise error
+            self._held_errors = result.errors
+            raise self._take_error()
         return result.request_outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request has not ended or an output was not fetched."""
-        return bool(self._held_outputs) or (
+        return bool(self._held_outputs or self._held_errors) or (
             self.output_processor.has_unfinished_requests()
         )
 
@@ -134,12 +139,22 @@ class LLMEngine:
         self._held_outputs = [
             output for output in self._held_outputs if output.request_id not in gone
         ]
+        for request_id in gone:
+            self._held_errors.pop(request_id, None)
         if sequence_ids:
             self._client.abort_requests(sequence_ids)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
         return self.tokenizer
+
+    def check_integrity(self) -> None:
+        """Check that no request and no block of the KV cache is lost or held twice.
+
+        Raises:
+            AssertionError: the counts do not add up.
+        """
+        self._client.call_utility("check_integrity")
 
     def get_metrics(self) -> "list[Metric]":
         """Return what the engine has counted.
@@ -167,3 +182,9 @@ class LLMEngine:
     def shutdown(self) -> None:
         """End the engine; safe to call twice."""
         self._client.shutdown()
+
+    def _take_error(self) -> Exception:
+        request_id = next(iter(self._held_errors))
+        error = self._held_errors.pop(request_id)
+        error.add_note(f"request_id: {request_id}")
+        return error

@@ -3,7 +3,7 @@
 from vllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.token_texts import TokenTable, TokenTexts
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.logprobs_lists import LogprobsLists
 
 
 class LogprobsProcessor:
@@ -100,14 +100,18 @@ def make_positions(
     for row_ids, row_values, token_rank in zip(ids, values, ranks, strict=True):
         token_id = row_ids[0]
         position = {token_id: Logprob(row_values[0], token_rank, texts.get(token_id))}
+        rank = 1
         for column in range(1, len(row_ids)):
             candidate = row_ids[column]
+            # Equal candidates share the best rank, as the token of the position does.
+            if row_values[column] != row_values[column - 1] or column == 1:
+                rank = column
             # Negative ids fill up rows of a batch that is wider than this request.
             if candidate in position or candidate < 0:
                 continue
             position[candidate] = Logprob(
                 row_values[column],
-                None if has_chosen_ids else column,
+                None if has_chosen_ids else rank,
                 texts.get(candidate),
             )
         positions.append(position)

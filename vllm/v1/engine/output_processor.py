@@ -61,7 +61,7 @@ class RequestState:
         self.collector = collector
         self.prompt = prompt
         self.prompt_token_ids = request.prompt_token_ids
-        self.max_tokens = params.max_tokens
+        self.max_tokens = 0 if drops_output else params.max_tokens
         self.stats = RequestStateStats(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.detokenizer = IncrementalDetokenizer(
@@ -304,11 +304,18 @@ class OutputProcessor:
         if output.finish_reason == FinishReason.ERROR:
             self._fail(output, state, iteration_stats, result)
             return
+        if (
+            iteration_stats is not None
+            # Before the tokens are dropped: who only scores a prompt has computed it.
+            and output.new_token_ids
+            and not state.stats.num_generation_tokens
+        ):
+            iteration_stats.update_from_prompt(
+                len(state.prompt_token_ids), output.num_cached_tokens
+            )
         finish_reason, must_abort = state.apply(output)
         if iteration_stats is not None:
-            iteration_stats.update_from_output(
-                output, timestamp, len(state.prompt_token_ids), state.stats
-            )
+            iteration_stats.update_from_output(output, timestamp, state.stats)
         if finish_reason is not None:
             del self.request_states[output.request_id]
             if must_abort:

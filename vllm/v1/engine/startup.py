@@ -71,10 +71,7 @@ class StartupFailure(msgspec.Struct, array_like=True, frozen=True):
         for user_error in USER_ERRORS:
             if user_error.__name__ == self.error_type:
                 return user_error(self.message)
-        hint = ""
-        if "Memory" in self.error_type or "out of memory" in self.message.lower():
-            hint = "; lower --max-model-len, --max-num-seqs or the KV cache's size"
-        return EngineDeadError(self.reason + hint)
+        return EngineDeadError(self.reason)
 
 
 class StartupReport(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
@@ -92,15 +89,37 @@ class StartupClock:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time the block as the phase `name`; a block that raises is no phase."""
+        """Time the block as the phase `name`; a block that raises is no phase.
+
+        Raises:
+            UnsupportedError: the block ran out of memory.
+        """
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise UnsupportedError(
+                f"the memory does not suffice for this phase of the start: {name} "
+                f"({error}); use a smaller model, or lower --max-model-len, "
+                "--max-num-seqs or the KV cache's size"
+            ) from error
         self.add(StartupPhase(name, time.perf_counter() - start))
 
     def add(self, phase: StartupPhase) -> None:
         """Append a phase that was measured elsewhere."""
         self.phases.append(phase)
         logger.info("Start-up: %s took %.2f s", phase.name, phase.seconds)
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    # torch has a class for a device's memory alone, and this text for the host's.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
 
 
 def format_phases(phases: list[StartupPhase], total_seconds: float) -> str:

@@ -105,12 +105,15 @@ class IterationStats:
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
     finished_parents: list[ParentRequestStats] = field(default_factory=list)
 
+    def update_from_prompt(
+        self, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """Count one sequence's prompt, once it is computed."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_prompt_tokens += num_cached_tokens
+
     def update_from_output(
-        self,
-        output: "EngineCoreOutput",
-        timestamp: float,
-        num_prompt_tokens: int,
-        stats: RequestStateStats,
+        self, output: "EngineCoreOutput", timestamp: float, stats: RequestStateStats
     ) -> None:
         """Count one sequence's output and note its times.
 
@@ -129,8 +132,6 @@ class IterationStats:
             return
         self.num_generation_tokens += num_new_tokens
         if stats.num_generation_tokens == 0:
-            self.num_prompt_tokens += num_prompt_tokens
-            self.num_cached_prompt_tokens += output.num_cached_tokens
             stats.first_token_latency = self.now - stats.arrival_time
             stats.first_token_ts = timestamp
             self.time_to_first_tokens.append(stats.first_token_latency)

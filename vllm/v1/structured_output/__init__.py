@@ -3,19 +3,19 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.backend_types import (
     GrammarError,
     StructuredOutputBackend,
     Vocabulary,
+    is_library_failure,
     num_mask_words,
 )
 from vllm.v1.structured_output.compile_pool import (
@@ -31,17 +31,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.transformers_utils.tokenizer import Tokenizer
     from vllm.v1.request import Request
-    from vllm.v1.structured_output.backend_types import (
-        CompiledGrammar,
-        FillJob,
-        StructuredOutputGrammar,
-    )
-
-    _Built = tuple[StructuredOutputBackend, StructuredOutputGrammar]
+    from vllm.v1.structured_output.backend_types import FillJob
+    from vllm.v1.structured_output.grammar_cache import Entry
 
 logger = init_logger(__name__)
 
 NUM_COMPILE_THREADS = 2
+# Grammars that do not end, beside which others are still compiled.
+NUM_SPARE_THREADS = 6
+
+T = TypeVar("T")
 
 
 class StructuredOutputManager:
@@ -60,7 +59,9 @@ class StructuredOutputManager:
         self._config = vllm_config.structured_outputs_config
         self._vocab_size = vllm_config.model_config.vocab_size
         self._tokenizer = tokenizer
-        self._pool = CompilePool(NUM_COMPILE_THREADS, envs.VLLM_GRAMMAR_COMPILE_TIMEOUT)
+        self._pool = CompilePool(
+            NUM_COMPILE_THREADS, envs.VLLM_GRAMMAR_COMPILE_TIMEOUT, NUM_SPARE_THREADS
+        )
         self._cache = GrammarCache(
             envs.VLLM_GRAMMAR_CACHE_ENTRIES, envs.VLLM_GRAMMAR_CACHE_BYTES
         )
@@ -91,27 +92,28 @@ class StructuredOutputManager:
         state = StructuredOutputRequest(params)
         request.structured_output_request = state
         stop_token_ids = tuple(request.sampling_params.all_stop_token_ids)
-        try:
-            future = self._pool.submit(lambda: self._build(params, stop_token_ids))
-        except CompileBusyError as error:
+
+        def fail(error: BaseException) -> None:
             state.error = _describe(error, params.constraint)
             if on_done is not None:
                 on_done()
-            return
 
-        def deliver(done: "Future[_Built]") -> None:
-            # A compilation that ends after its limit never comes here a second time.
-            if done.cancelled():
-                return
-            if (error := done.exception()) is not None:
-                state.error = _describe(error, params.constraint)
-            else:
-                # The scheduler looks at the grammar only, so it comes last.
-                state.backend, state.grammar = done.result()
+        def deliver(entry: "Entry") -> None:
+            grammar = entry[1].create_grammar(stop_token_ids)
+            # The scheduler looks at the grammar only, so it comes last.
+            state.backend, state.grammar = entry[0], grammar
             if on_done is not None:
                 on_done()
 
-        future.add_done_callback(deliver)
+        def compile_checked(spec: GrammarSpec) -> None:
+            _pass_on(self._compile_once(spec), deliver, fail)
+
+        try:
+            check = self._pool.submit(lambda: resolve_spec(params, self._config))
+        except CompileBusyError as error:
+            fail(error)
+            return
+        _pass_on(check, compile_checked, fail)
 
     def grammar_bitmask(
         self,
@@ -198,19 +200,13 @@ class StructuredOutputManager:
         """Let the compile threads end."""
         self._pool.shutdown()
 
-    def _build(
-        self, params: StructuredOutputsParams, stop_token_ids: tuple[int, ...]
-    ) -> "_Built":
-        """Check and compile on a pool thread."""
-        spec = resolve_spec(params, self._config)
-        backend, compiled = self._cache.get_or_compile(
-            spec, lambda: self._compile(spec)
+    def _compile_once(self, spec: GrammarSpec) -> "Future[Entry]":
+        """Compile on a pool thread, unless that was or is being done already."""
+        return self._cache.get_or_submit(
+            spec, lambda: self._compile(spec), self._pool.submit
         )
-        return backend, compiled.create_grammar(stop_token_ids)
 
-    def _compile(
-        self, spec: GrammarSpec
-    ) -> "tuple[StructuredOutputBackend, CompiledGrammar]":
+    def _compile(self, spec: GrammarSpec) -> "Entry":
         refusals: list[str] = []
         for name in spec.backends:
             backend = self._get_backend(name)
@@ -244,6 +240,27 @@ def _create_backend(name: str, vocabulary: Vocabulary) -> StructuredOutputBacken
     from vllm.v1.structured_output.backend_llguidance import GuidanceBackend
 
     return GuidanceBackend(vocabulary)
+
+
+def _pass_on(
+    future: "Future[T]",
+    take: Callable[[T], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """Give a future's result to `take`, and to `fail` whatever goes wrong."""
+
+    def settle(done: "Future[T]") -> None:
+        # The engine ends; nobody waits any more.
+        if done.cancelled():
+            return
+        try:
+            take(done.result())
+        except BaseException as error:
+            if not is_library_failure(error):
+                raise
+            fail(error)
+
+    future.add_done_callback(settle)
 
 
 def _describe(error: BaseException, constraint: str) -> tuple[str, str | None]:

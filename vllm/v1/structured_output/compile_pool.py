@@ -1,7 +1,9 @@
 """Threads that compile grammars, so that nobody waits for a slow one."""
 
 import math
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_QUEUED_JOBS = 4096
+# The lowest priority: what nobody waits for any more leaves the cores to the others.
+OVERDUE_NICENESS = 19
 
 
 class CompileTimeoutError(Exception):
@@ -26,31 +30,38 @@ class _Job:
     work: Callable[[], Any]
     future: "Future[Any]" = field(default_factory=Future)
     started_at: float = 0.0
+    native_thread_id: int = 0
     is_overdue: bool = False
+    is_replaced: bool = False
 
 
 class CompilePool:
     """A bounded number of daemon threads with a time limit for each job.
 
     A thread cannot be killed, so an overdue job keeps its thread until it returns; its
-    future fails at the limit. While all threads are stuck, new jobs are refused. The
-    number of threads never grows, and none of them keeps the process alive.
+    future fails at the limit, the thread's priority sinks, and a spare thread takes its
+    place. While all threads and spares are stuck, new jobs are refused. None of them
+    keeps the process alive.
 
     Args:
         num_workers: jobs that run at the same time.
         time_limit_s: seconds that a job may run, not counting its wait in the queue.
+        num_spares: overdue jobs whose threads are replaced.
     """
 
-    def __init__(self, num_workers: int, time_limit_s: float) -> None:
+    def __init__(
+        self, num_workers: int, time_limit_s: float, num_spares: int = 0
+    ) -> None:
         self._num_workers = num_workers
+        self._num_spares = num_spares
         self._time_limit_s = time_limit_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._running: dict[int, _Job] = {}
+        self._num_missing = 0
         self._is_closed = False
-        targets = [self._watch] + [self._run_jobs] * num_workers
-        for target in targets:
-            threading.Thread(target=target, name="grammar", daemon=True).start()
+        for target in [self._watch] + [self._run_jobs] * num_workers:
+            _start_thread(target)
 
     @property
     def num_overdue(self) -> int:
@@ -77,7 +88,7 @@ class CompilePool:
         Raises:
             CompileBusyError: no thread will become free.
         """
-        if self.num_overdue == self._num_workers:
+        if self.num_overdue == self._num_workers + self._num_spares:
             raise CompileBusyError(
                 "every grammar thread is busy with an overdue grammar"
             )
@@ -100,26 +111,27 @@ class CompilePool:
         while (job := self._jobs.get()) is not None:
             with self._changed:
                 job.started_at = time.monotonic()
+                job.native_thread_id = threading.get_native_id()
                 self._running[threading.get_ident()] = job
                 self._changed.notify_all()
             _settle(job)
             with self._changed:
                 del self._running[threading.get_ident()]
+                if job.is_overdue:
+                    # This thread's priority cannot be raised again, and a thread that
+                    # it starts would have it too.
+                    self._num_missing += not job.is_replaced
+                    self._changed.notify_all()
+                    return
 
     def _watch(self) -> None:
         while not self._is_closed:
             with self._changed:
-                now = time.monotonic()
-                late = [
-                    job
-                    for job in self._running.values()
-                    if not job.is_overdue and now - job.started_at > self._time_limit_s
-                ]
-                for job in late:
-                    job.is_overdue = True
-                is_stuck = self._num_stuck() == self._num_workers
+                self._start_missing()
+                late = self._mark_overdue(time.monotonic())
+                is_stuck = self._num_stuck() == self._num_workers + self._num_spares
                 if not late and not is_stuck:
-                    self._changed.wait(self._next_deadline(now))
+                    self._changed.wait(self._next_deadline(time.monotonic()))
                     continue
             for job in late:
                 _fail(job, CompileTimeoutError(self._time_limit_s))
@@ -127,6 +139,27 @@ class CompilePool:
                 self._fail_queued(CompileBusyError("every grammar thread is stuck"))
                 with self._changed:
                     self._changed.wait(self._time_limit_s)
+
+    def _start_missing(self) -> None:
+        for _ in range(self._num_missing):
+            _start_thread(self._run_jobs)
+        self._num_missing = 0
+
+    def _mark_overdue(self, now: float) -> list[_Job]:
+        """Give up on the jobs past the limit, and replace their threads."""
+        late = [
+            job
+            for job in self._running.values()
+            if not job.is_overdue and now - job.started_at > self._time_limit_s
+        ]
+        for job in late:
+            job.is_overdue = True
+            _lower_priority(job.native_thread_id)
+            num_replaced = sum(other.is_replaced for other in self._running.values())
+            if num_replaced < self._num_spares:
+                job.is_replaced = True
+                _start_thread(self._run_jobs)
+        return late
 
     def _num_stuck(self) -> int:
         return sum(job.is_overdue for job in self._running.values())
@@ -152,6 +185,16 @@ class CompilePool:
                 job.future.cancel()
             else:
                 _fail(job, error)
+
+
+def _start_thread(target: Callable[[], None]) -> None:
+    threading.Thread(target=target, name="grammar", daemon=True).start()
+
+
+def _lower_priority(native_thread_id: int) -> None:
+    # Elsewhere than on Linux, this is about whole processes.
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, native_thread_id, OVERDUE_NICENESS)
 
 
 def _settle(job: _Job) -> None:

@@ -5,6 +5,7 @@ enforced by a backend or refused by name. Nothing is weakened.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ MAX_SCHEMA_BYTES = 256 * 1024
 # Levels of nested objects and arrays in the schema's own text.
 MAX_SCHEMA_DEPTH = 100
 MAX_COUNT = 1_000_000
+MAX_NAME_IN_PATH = 64
 # Numeric bounds are turned into digits by 64-bit arithmetic.
 MAX_BOUND = 9_000_000_000_000_000_000
 
@@ -214,8 +216,18 @@ def _children(node: Schema, path: str) -> list[tuple[Any, str]]:
             continue
         if not isinstance(node[key], dict):
             raise SchemaFault(f"{path}/{key} must be an object of schemas")
-        found.extend((item, f"{path}/{key}/{name}") for name, item in node[key].items())
+        found.extend(
+            (item, f"{path}/{key}/{_clip_name(name)}")
+            for name, item in node[key].items()
+        )
     return found
+
+
+def _clip_name(name: str) -> str:
+    """Shorten a name in a path: every schema below it repeats the path."""
+    if len(name) <= MAX_NAME_IN_PATH:
+        return name
+    return name[:MAX_NAME_IN_PATH] + "..."
 
 
 def _parse(value: Any) -> Schema:
@@ -230,7 +242,11 @@ def _parse(value: Any) -> Schema:
         raise SchemaFault(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")
     _check_text_depth(value)
     try:
-        schema = json.loads(value, parse_constant=_refuse_constant)
+        schema = json.loads(
+            value, parse_constant=_refuse_constant, parse_float=_parse_float
+        )
+    except SchemaFault:
+        raise
     except ValueError as error:
         raise SchemaFault(f"the schema is not JSON: {error}") from error
     if schema is True:
@@ -244,6 +260,15 @@ def _parse(value: Any) -> Schema:
 
 def _refuse_constant(name: str) -> None:
     raise SchemaFault(f"the schema holds {name}, which is not JSON")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise SchemaFault(
+            f"the schema holds the number {text[:40]}, which is too large"
+        )
+    return number
 
 
 def _check_depth(value: Any) -> None:
@@ -375,13 +400,17 @@ def _check_references(schema: Schema) -> None:
     """Refuse a `$ref` within the document that leads nowhere or only to itself."""
     # A part of the schema may have an address of its own, which a `$ref` can name.
     has_id = any("$id" in node for node, _ in iter_subschemas(schema))
+    # Each reference is followed once, however many chains run through it.
+    followed: set[str] = set()
     for node, path in iter_subschemas(schema):
         target: Any = node
-        seen: list[str] = []
+        seen: set[str] = set()
         while isinstance(target, dict) and isinstance(target.get("$ref"), str):
             reference = target["$ref"]
             if reference in seen:
                 raise SchemaFault(f"{path}/$ref refers to itself and to nothing else")
+            if reference in followed:
+                break
             if reference.partition("#")[0] and not has_id:
                 raise SchemaFault(
                     f"{path}/$ref must stay within the schema (begin with #): "
@@ -389,8 +418,9 @@ def _check_references(schema: Schema) -> None:
                 )
             if reference != "#" and not reference.startswith("#/"):
                 break
-            seen.append(reference)
+            seen.add(reference)
             target = _resolve_pointer(schema, reference, path, has_id)
+        followed |= seen
 
 
 def _resolve_pointer(schema: Schema, reference: str, path: str, has_id: bool) -> Any:

@@ -37,8 +37,6 @@ class Worker:
             torch.set_num_threads(
                 envs.VLLM_CPU_OMP_THREADS or platforms.num_usable_cpus()
             )
-        else:
-            torch.cuda.set_device(self.device)
         self.model_runner = GPUModelRunner(self.vllm_config, self.device)
 
     def load_model(self) -> None:

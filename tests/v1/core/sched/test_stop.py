@@ -89,6 +89,13 @@ def test_an_invalid_id_ends_only_with_the_tokens_before_it(bad_id):
         ({"bad_words": ["b"], "min_tokens": 5}, "min_tokens"),
         (
             {
+                "stop_token_ids": [7],
+                "structured_outputs": StructuredOutputsParams(regex="a"),
+            },
+            "stop_token_ids",
+        ),
+        (
+            {
                 "allowed_token_ids": [3],
                 "structured_outputs": StructuredOutputsParams(regex="a"),
             },

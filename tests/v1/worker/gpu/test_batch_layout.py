@@ -5,6 +5,7 @@ import torch
 from vllm.v1.worker.gpu.batch_layout import (
     BatchLayout,
     InexactLayoutError,
+    find_owners,
     prefix_sum,
 )
 
@@ -80,3 +81,11 @@ def test_one_row_per_request_is_told_from_as_many_rows_as_requests():
     )
     assert layout.num_logits == layout.num_reqs
     assert not layout.has_one_row_per_req
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_belong_to_those_who_have_some(dtype, device):
+    counts = torch.tensor([0, 2, 0, 0, 3, 1, 0], dtype=dtype, device=device)
+    ends = counts.cumsum(0).to(dtype)
+    assert find_owners(ends, 6).tolist() == [1, 1, 4, 4, 4, 5]
+    assert find_owners(ends[:1], 0).tolist() == []

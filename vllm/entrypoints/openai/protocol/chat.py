@@ -99,7 +99,7 @@ class ChatCompletionRequest(GenerationRequest):
         if None not in limits and limits[0] != limits[1]:
             raise VLLMValidationError(
                 "max_tokens and max_completion_tokens contradict each other: send one",
-                parameter="max_tokens",
+                parameter="max_completion_tokens",
             )
 
     @property

@@ -110,7 +110,8 @@ def _no_choice(request: Request, num_kept: int) -> Commit:
         "structured_outputs": params.structured_outputs is not None,
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
-        # It forbids stop tokens.
+        # Stop tokens cannot come before min_tokens, nor before the grammar may end.
+        "stop_token_ids": bool(params.stop_token_ids),
         "min_tokens": params.min_tokens > 0,
     }
     names = [name for name, is_set in constraints.items() if is_set]

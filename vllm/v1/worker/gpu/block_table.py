@@ -3,6 +3,7 @@
 import torch
 
 from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 # Written nowhere: a padding token's slot.
@@ -97,9 +98,7 @@ def _compute_slot_mapping_torch(
     positions: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    batch_idx = torch.arange(len(query_lens), device=positions.device)
-    batch_idx = batch_idx.repeat_interleave(query_lens, output_size=len(positions))
+    batch_idx = find_owners(query_start_loc[1:], len(positions))
     block_ids = block_table[batch_idx, positions // block_size].to(torch.int64)
     return block_ids * block_size + positions % block_size
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm.triton_utils import tl, triton
-from vllm.v1.worker.gpu.batch_layout import BatchLayout
+from vllm.v1.worker.gpu.batch_layout import BatchLayout, find_owners
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def _gather_inputs_torch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_computed = num_computed_tokens[idx_mapping]
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    batch_idx = find_owners(query_start_loc[1:], num_tokens)
     # position = token row + (computed tokens - first token row of the request)
     shift = (num_computed - query_start_loc[:-1]).to(torch.int64)
-    shift = shift.repeat_interleave(query_lens, output_size=num_tokens)
-    positions = torch.arange(num_tokens, device=idx_mapping.device) + shift
-    rows = idx_mapping.repeat_interleave(query_lens, output_size=num_tokens)
+    positions = torch.arange(num_tokens, device=idx_mapping.device) + shift[batch_idx]
+    rows = idx_mapping[batch_idx]
     max_draft = draft_tokens.shape[1] - 1
     if max_draft < 0:
         input_ids = all_token_ids[rows, positions].to(torch.int64)
@@ -174,9 +174,7 @@ def _expand_logit_rows_torch(
     layout: BatchLayout, idx_mapping: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     cu_num_logits, num_logits = layout.cu_num_logits, layout.num_logits
-    num_rows = cu_num_logits[1:] - cu_num_logits[:-1]
-    batch_idx = torch.arange(layout.num_reqs, device=idx_mapping.device)
-    batch_idx = batch_idx.repeat_interleave(num_rows, output_size=num_logits)
+    batch_idx = find_owners(cu_num_logits[1:], num_logits)
     rows = torch.arange(num_logits, dtype=torch.int32, device=idx_mapping.device)
     local_pos = rows - cu_num_logits[batch_idx]
     from_the_end = cu_num_logits[batch_idx + 1] - rows

@@ -6,6 +6,8 @@ import torch
 
 from vllm.v1.worker.gpu.sample.logprob import (
     PADDING_TOKEN_ID,
+    _likeliest_by_key,
+    _likeliest_by_value,
     _logprob_stats_torch,
     _logprob_stats_triton,
     _place_chosen_token_ids_torch,
@@ -48,6 +50,36 @@ def test_the_candidates_may_be_the_whole_vocabulary(logits, device):
     assert scores.logprob_token_ids[0].tolist() == [0, 1, 3, 2, 0]
     total = scores.logprobs[:, 1:].exp().sum(dim=-1)
     torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def _with_ties(device: torch.device) -> torch.Tensor:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 300, device=device)
+    logits[1] = (3 * logits[1]).round()
+    logits[2] = 0.0
+    logits[3, 7:290] = float("-inf")
+    # Equal, though not in their bits.
+    logits[4, ::2] = -0.0
+    logits[4, 1::2] = 0.0
+    return logits
+
+
+@pytest.mark.parametrize("find", [_likeliest_by_key, _likeliest_by_value])
+@pytest.mark.parametrize("num_candidates", [1, 2, 9, 20, 299])
+def test_of_equal_candidates_the_lower_id_comes_first(find, num_candidates, device):
+    logits = _with_ties(device)
+    by_sorting = logits.argsort(dim=-1, descending=True, stable=True)
+    assert torch.equal(find(logits, num_candidates), by_sorting[:, :num_candidates])
+
+
+def test_fewer_candidates_are_the_first_of_more(device):
+    logits = _with_ties(device)
+    tokens = _tokens([0] * len(logits), device)
+    widest = compute_topk_scores(logits, 300, tokens)
+    for num_candidates in (1, 5, 250):
+        scores = compute_topk_scores(logits, num_candidates, tokens)
+        for narrow, wide in zip(scores[:2], widest[:2], strict=True):
+            assert torch.equal(narrow, wide[:, : 1 + num_candidates])
 
 
 def test_logits_mode_gives_the_logits(logits, device):

@@ -105,9 +105,48 @@ def place_chosen_token_ids(
 
 
 def _likeliest_token_ids(logits: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """Return the ids of the largest logits, in order; of equal ones the lower id first.
+
+    A batch has as many candidates as its widest request wants: without one rule for
+    ties, a narrow request's would change with its neighbours.
+
+    Returns:
+        [num_logits, num_candidates] int64.
+    """
     if num_candidates == logits.shape[1]:
         return logits.argsort(dim=-1, descending=True, stable=True)
-    return logits.topk(num_candidates, dim=-1).indices
+    impl = _likeliest_by_key if logits.is_cuda else _likeliest_by_value
+    return impl(logits, num_candidates)
+
+
+def _likeliest_by_key(logits: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """Order by one integer for logit and id: no wait for the device."""
+    # Adding 0 makes one value of -0.0 and 0.0.
+    bits = (logits + 0.0).view(torch.int32)
+    keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(torch.int64) << 32
+    keys -= torch.arange(logits.shape[1], device=logits.device)
+    return keys.topk(num_candidates, dim=-1).indices
+
+
+def _likeliest_by_value(logits: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """Repair the ties of `topk`, which has no rule for them: fast where they are few.
+
+    Twin: _likeliest_by_key.
+    """
+    # One more than wanted shows whether equal logits stand on both sides of the border.
+    values, token_ids = logits.topk(num_candidates + 1, dim=-1)
+    token_ids, by_id = token_ids[:, :-1].sort(dim=-1)
+    by_value = (
+        values.gather(1, by_id).sort(dim=-1, descending=True, stable=True).indices
+    )
+    token_ids = token_ids.gather(1, by_value)
+    is_cut = values[:, -2] == values[:, -1]
+    for logit_idx in is_cut.nonzero().flatten().tolist():
+        border = values[logit_idx, -1]
+        num_above = int((values[logit_idx] > border).sum())
+        tied = (logits[logit_idx] == border).nonzero().flatten()
+        token_ids[logit_idx, num_above:] = tied[: num_candidates - num_above]
+    return token_ids
 
 
 def _logprob_stats_torch(

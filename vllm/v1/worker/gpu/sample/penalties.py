@@ -9,6 +9,7 @@ import torch
 
 from vllm.sampling_params import SamplingParams
 from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor, to_device
 
 
@@ -204,9 +205,9 @@ def _apply_penalties_sparse(
         return
     # One pair for each row and token before it: the committed ones, then the drafts.
     num_before = positions[logit_idx]
-    pair_row = torch.arange(len(logit_idx)).repeat_interleave(num_before)
-    pair_place = torch.arange(len(pair_row))
-    pair_place -= (num_before.cumsum(0) - num_before)[pair_row]
+    ends = num_before.cumsum(0)
+    pair_row = find_owners(ends, int(ends[-1]))
+    pair_place = torch.arange(len(pair_row)) - (ends - num_before)[pair_row]
     owner = logit_idx[pair_row]
     req_state_idx = expanded_idx_mapping[owner]
     token_id = all_token_ids[req_state_idx, pair_place].long()

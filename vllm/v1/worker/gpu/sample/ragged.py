@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor, to_device
 
 
@@ -86,8 +87,7 @@ class RaggedRows:
         """
         lengths = self.lengths.gpu[expanded_idx_mapping].long()
         ends = lengths.cumsum(0)
-        rows = torch.arange(len(lengths), device=lengths.device)
-        logit_idx = rows.repeat_interleave(lengths)
+        logit_idx = find_owners(ends, int(lengths.sum()))
         # Entry number within the list + where the list begins.
         shift = self.starts.gpu[expanded_idx_mapping].long() - (ends - lengths)
         value_idx = torch.arange(len(logit_idx), device=lengths.device)

@@ -1,0 +1,144 @@
+"""What holds for requests of one engine: seeds, bad logits, ends from outside."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, visible
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+PROMPT = "hello, whoever reads this"
+NEVER_NAN = {NAN_ID: -100.0}
+
+
+def texts_of(model: Path, *requests: SamplingParams, **kwargs: int) -> list[str]:
+    """Return all answers to one prompt, by a new engine."""
+    engine = TinyEngine(model, **kwargs)
+    outputs = engine.run([(PROMPT, params) for params in requests])
+    engine.shutdown()
+    return [answer.text for output in outputs for answer in output.outputs]
+
+
+def test_equal_requests_without_a_seed_differ(model):
+    unseeded = SamplingParams(max_tokens=12)
+    texts = texts_of(model, unseeded, unseeded, SamplingParams(n=3, max_tokens=12))
+    assert len(set(texts)) == 5
+
+
+def test_the_engines_seed_decides_what_requests_without_one_say(model):
+    unseeded = SamplingParams(max_tokens=12)
+    first = texts_of(model, unseeded, unseeded, seed=1)
+    assert texts_of(model, unseeded, unseeded, seed=1) == first
+    assert not set(texts_of(model, unseeded, unseeded, seed=2)) & set(first)
+
+
+def test_the_first_of_several_answers_is_the_only_one_of_one(model):
+    one = texts_of(model, SamplingParams(seed=3, max_tokens=12))
+    several = texts_of(model, SamplingParams(seed=3, max_tokens=12, n=4), seed=9)
+    assert several[0] == one[0]
+    assert len(set(several)) == 4
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
+def test_a_seed_of_any_64_bits_holds(model, seed):
+    seeded = SamplingParams(seed=seed, max_tokens=12, n=2)
+    assert texts_of(model, seeded) == texts_of(model, seeded, seed=5)
+
+
+POISONED = [
+    {"temperature": 0.0},
+    {"logprobs": 3},
+    {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1, "logprobs": 268},
+    {"repetition_penalty": 1.2, "bad_words": ["a"], "logit_bias": {3: 1.0}},
+    {"prompt_logprobs": 2, "n": 2},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-z]{9}")},
+]
+HEALTHY = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"seed": 4, "top_p": 0.8, "top_k": 20, "n": 2},
+    {"seed": 5, "min_p": 0.1, "frequency_penalty": 0.4, "logprobs": 5},
+    {"seed": 6, "structured_outputs": StructuredOutputsParams(regex="[a-z]{9}")},
+]
+
+
+def healthy_requests() -> list[tuple[str, SamplingParams]]:
+    return [(PROMPT * 2, SamplingParams(**params)) for params in HEALTHY]
+
+
+@pytest.mark.parametrize("counts_nans", ["0", "1"])
+def test_nan_logits_end_their_own_request_only(model, monkeypatch, counts_nans):
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", counts_nans)
+    # The pool is so small that whatever was poisoned is soon used again.
+    engine = TinyEngine(model, num_gpu_blocks_override=14)
+    expected = [visible(output) for output in engine.run(healthy_requests())]
+    for _ in range(2):
+        healthy = []
+        for index, params in enumerate(POISONED):
+            prompt = [*range(index * 8, index * 8 + 20), NAN_ID, *range(20)]
+            engine.add(prompt, SamplingParams(**params))
+            if index < len(HEALTHY):
+                healthy.append(engine.add(*healthy_requests()[index]))
+        finished, errors = engine.drain()
+        assert len(errors) == len(POISONED)
+        assert [visible(finished[request_id]) for request_id in healthy] == expected
+    engine.shutdown()
+
+
+def test_every_request_that_fails_is_named(model):
+    engine = TinyEngine(model)
+    bad = [engine.add([NAN_ID, 3], SamplingParams()) for _ in range(3)]
+    good = engine.add(PROMPT, SamplingParams())
+    finished, errors = engine.drain()
+    engine.shutdown()
+    assert [error.__notes__ for error in errors] == [
+        [f"request_id: {request_id}"] for request_id in bad
+    ]
+    assert list(finished) == [good]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_leave_at_any_moment_leave_nothing(model, seed):
+    rng = random.Random(seed)
+    kinds = [
+        {"seed": 1, "logprobs": 2},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"seed": 2, "n": 3},
+        {"seed": 3, "structured_outputs": StructuredOutputsParams(regex="[ab]{9,30}")},
+    ]
+    requests = [
+        (PROMPT[: rng.randrange(1, 25)] * rng.randrange(1, 4),
+         SamplingParams(max_tokens=rng.randrange(1, 24), logit_bias=NEVER_NAN,
+                        **rng.choice(kinds)))
+        for _ in range(40)
+    ]  # fmt: skip
+    engine = TinyEngine(
+        model,
+        num_gpu_blocks_override=9,
+        max_num_batched_tokens=rng.choice([16, 40]),
+        max_num_seqs=rng.choice([5, 16]),
+    )
+    added: dict[str, int] = {}
+    finished = {}
+    waiting = list(range(len(requests)))
+    while waiting or engine.engine.has_unfinished_requests():
+        for _ in range(rng.randrange(4)):
+            if waiting:
+                index = waiting.pop()
+                added[engine.add(*requests[index])] = index
+        outputs = engine.engine.step()
+        finished |= {output.request_id: output for output in outputs}
+        if rng.random() < 0.3 and added:
+            gone = rng.choice(list(added))
+            engine.engine.abort_request(gone)
+            if gone not in finished:
+                del added[gone]
+        engine.engine.check_integrity()
+    assert engine.executor.num_preempted > 0
+    engine.shutdown()
+
+    alone = TinyEngine(model, enable_prefix_caching=False)
+    for request_id, index in added.items():
+        [expected] = alone.run([requests[index]])
+        assert visible(finished[request_id]) == visible(expected), index
+    alone.shutdown()

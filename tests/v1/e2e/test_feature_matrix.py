@@ -1,0 +1,167 @@
+"""Sampling features x conditions: a request says what it says alone, bit for bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1.e2e.tiny_engine import MAX_MODEL_LEN, TinyEngine, visible
+from vllm import _custom_ops as ops
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+pytestmark = pytest.mark.skipif(
+    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
+)
+
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 0.9, "seed": 7}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+# Every byte is a token of its own: these ids are what greedy text likes.
+LIKED = [182, 185, 186, 14, 187]
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "temperature": SEEDED,
+    "hot": {"temperature": 3.0, "seed": -5},
+    "top_k": SEEDED | {"top_k": 5},
+    "top_p": SEEDED | {"top_p": 0.7},
+    "min_p": SEEDED | {"min_p": 0.2},
+    "all filters": SEEDED | {"top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "n=3": SEEDED | {"n": 3, "logprobs": 2},
+    "n=3 greedy": GREEDY | {"n": 3},
+    "presence": GREEDY | {"presence_penalty": 1.5},
+    "frequency": SEEDED | {"frequency_penalty": 1.5},
+    "repetition": GREEDY | {"repetition_penalty": 1.7},
+    "all penalties": SEEDED
+    | {"presence_penalty": -1, "frequency_penalty": 0.3, "repetition_penalty": 0.8},
+    "logit_bias": SEEDED | {"logit_bias": {5: 4.0, 9: -100.0, LIKED[0]: -3.0}},
+    "allowed": SEEDED | {"allowed_token_ids": list(range(30, 60))},
+    "bad_words": GREEDY | {"bad_words": ["he", "/", "7\u00ef"]},
+    "stop": SEEDED | {"stop": ["a", "b", "7", "3"], "logprobs": 1},
+    "stop kept": SEEDED
+    | {"stop": ["a", "b", "7", "3"], "include_stop_str_in_output": True},
+    "stop ids": SEEDED | {"stop_token_ids": list(range(0, 250, 6))},
+    "ignore_eos": SEEDED | {"logit_bias": {259: 6.0}, "ignore_eos": True},
+    "eos": SEEDED | {"logit_bias": {259: 4.0}},
+    "min_tokens": GREEDY | {"logit_bias": {259: 100.0}, "min_tokens": 9},
+    "logprobs 0": GREEDY | {"logprobs": 0},
+    "logprobs 5": SEEDED | {"logprobs": 5, "presence_penalty": 1.0},
+    # Reaches into the padded ids, which are all equal.
+    "logprobs 250": SEEDED | {"logprobs": 250, "max_tokens": 3},
+    "logprobs -1": SEEDED | {"logprobs": -1, "max_tokens": 3},
+    "logprob ids": SEEDED | {"logprobs": 0, "logprob_token_ids": [3, 1, 260, 182]},
+    "filtered logprobs": SEEDED | {"top_k": 2, "logprobs": 6},
+    "prompt_logprobs": GREEDY | {"prompt_logprobs": 2},
+    "prompt_logprobs -1": SEEDED | {"prompt_logprobs": -1, "max_tokens": 2},
+    "all logprobs": SEEDED | {"prompt_logprobs": 0, "logprobs": 4, "n": 2},
+    "scored": {"prompt_logprobs": 1, "max_tokens": 0},
+    "json": SEEDED | {"structured_outputs": {"json": SCHEMA}, "max_tokens": 60},
+    "json_object": SEEDED | {"structured_outputs": {"json_object": True}},
+    "regex": SEEDED | {"structured_outputs": {"regex": "[a-f]{3,9}-hello [0-9]+"}},
+    "choice": SEEDED
+    | {"structured_outputs": {"choice": ["hell", "hello", "hall"]}, "logprobs": 3},
+    "grammar": SEEDED
+    | {"structured_outputs": {"grammar": 'start: "<" /[a-z]+/ ">"'}, "logprobs": 2},
+    "n=3 regex": SEEDED | {"structured_outputs": {"regex": "[ab]{5,20}"}, "n": 3},
+    "regex biased": SEEDED
+    | {
+        "structured_outputs": {"regex": "[a-z ]{12}"},
+        "repetition_penalty": 1.3,
+        "top_k": 4,
+        "logit_bias": {75: 5.0},
+    },
+}
+PREFIX = "The same words stand at the start of many prompts, hello. "
+
+
+def make_request(name: str) -> tuple[str, SamplingParams]:
+    number = list(FEATURES).index(name)
+    prompt = PREFIX[: 7 * (number % 9)] + f"{name}: " + "hey " * (number % 4)
+    params: dict[str, Any] = {"max_tokens": 20} | FEATURES[name]
+    if "structured_outputs" in params:
+        constraint = StructuredOutputsParams(**params["structured_outputs"])
+        params["structured_outputs"] = constraint
+    return prompt, SamplingParams(**params)
+
+
+REQUESTS = {name: make_request(name) for name in FEATURES}
+# One request of the full length fits, and little more.
+TINY_POOL = {"num_gpu_blocks_override": MAX_MODEL_LEN // 16 + 3}
+
+
+def run_together(engine: TinyEngine) -> list[Any]:
+    return engine.run(list(REQUESTS.values()))
+
+
+def run_together_again(engine: TinyEngine) -> list[Any]:
+    run_together(engine)
+    outputs = run_together(engine)
+    assert sum(output.num_cached_tokens for output in outputs) > 0
+    return outputs
+
+
+def run_together_preempting(engine: TinyEngine) -> list[Any]:
+    outputs = run_together(engine)
+    assert engine.executor.num_preempted > 0
+    return outputs
+
+
+Run = Callable[[TinyEngine], list[Any]]
+CONDITIONS: dict[str, tuple[dict[str, Any], Run]] = {
+    "mixed batch": ({}, run_together),
+    "chunks of 16": (
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        run_together,
+    ),
+    "chunks of 17": ({"max_num_batched_tokens": 17, "max_num_seqs": 5}, run_together),
+    "chunks of 64": ({"max_num_batched_tokens": 64}, run_together),
+    "preempting": (TINY_POOL, run_together_preempting),
+    "preempting in chunks": (
+        TINY_POOL
+        | {
+            "max_num_batched_tokens": 17,
+            "max_num_seqs": 17,
+            "enable_prefix_caching": False,
+        },
+        run_together_preempting,
+    ),
+    "warm prefix cache": ({}, run_together_again),
+    "no prefix cache": ({"enable_prefix_caching": False}, run_together),
+    "one at a time": ({"max_num_seqs": 1}, run_together),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "conditions"),
+    [
+        ("raw_logprobs", list(CONDITIONS)),
+        ("processed_logprobs", ["mixed batch", "preempting in chunks"]),
+        ("processed_logits", ["mixed batch"]),
+    ],
+)
+def test_every_feature_means_the_same_under_every_condition(
+    model: Path, mode: str, conditions: list[str]
+):
+    alone = TinyEngine(model, logprobs_mode=mode, enable_prefix_caching=False)
+    expected = {
+        name: visible(alone.run([request])[0]) for name, request in REQUESTS.items()
+    }
+    alone.shutdown()
+    wrong = []
+    for condition in conditions:
+        kwargs, run = CONDITIONS[condition]
+        engine = TinyEngine(model, logprobs_mode=mode, **kwargs)
+        outputs = run(engine)
+        engine.shutdown()
+        wrong += [
+            (condition, name)
+            for name, output in zip(REQUESTS, outputs, strict=True)
+            if visible(output) != expected[name]
+        ]
+    assert wrong == []

@@ -1,0 +1,25 @@
+"""New memory holds garbage, so that whoever leaves an element unwritten is seen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+def _with_garbage(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make_garbage(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        if tensor.dtype is torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(torch.iinfo(tensor.dtype).max - 6)
+
+    return make_garbage
+
+
+@pytest.fixture(autouse=True)
+def _garbage_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _with_garbage(getattr(torch, name)))
