@@ -96,7 +96,10 @@ def _accept_drafts_triton(
 
 @triton.jit
 def softmax_stats(row_ptr, vocab_size, BLOCK_SIZE: tl.constexpr):
-    """Return a row's maximum and the sum of exp(logit - maximum)."""
+    """Return a shift and a sum: a probability is exp(logit - shift) / sum.
+
+    All of them are 0 in a row without a choice.
+    """
     row_max = float("-inf")
     for start in range(0, vocab_size, BLOCK_SIZE):
         offsets = start + tl.arange(0, BLOCK_SIZE)
@@ -104,6 +107,7 @@ def softmax_stats(row_ptr, vocab_size, BLOCK_SIZE: tl.constexpr):
             row_ptr + offsets, mask=offsets < vocab_size, other=float("-inf")
         )
         row_max = tl.maximum(row_max, tl.max(block, axis=0))
+    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     total = 0.0
     for start in range(0, vocab_size, BLOCK_SIZE):
         offsets = start + tl.arange(0, BLOCK_SIZE)
@@ -111,7 +115,7 @@ def softmax_stats(row_ptr, vocab_size, BLOCK_SIZE: tl.constexpr):
             row_ptr + offsets, mask=offsets < vocab_size, other=float("-inf")
         )
         total += tl.sum(tl.exp(block - row_max), axis=0)
-    return row_max, total
+    return row_max, tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit

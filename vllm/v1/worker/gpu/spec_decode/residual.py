@@ -169,5 +169,7 @@ def _write_residual_logits_kernel(
             draft_max,
             draft_sum,
         )
-        logit = tl.where(residual > 0, tl.log(residual), float("-inf"))
+        is_left = residual > 0
+        logit = tl.log(tl.where(is_left, residual, 1.0))
+        logit = tl.where(is_left, logit, float("-inf"))
         tl.store(target_ptr + offsets, logit, mask=offsets < vocab_size)
