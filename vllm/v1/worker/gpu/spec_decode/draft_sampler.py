@@ -57,7 +57,6 @@ class DraftSampler:
             return logits.argmax(dim=-1)
         states = self._states
         apply_temperature(logits, idx_mapping, states.temperature.gpu)
-        self.draft_logits[idx_mapping.long(), step] = logits
         keys = draft_noise_keys(
             states.seeds.gpu[idx_mapping],
             anchor + 1 + step,
@@ -65,4 +64,20 @@ class DraftSampler:
             states.is_seeded.gpu[idx_mapping],
         )
         is_greedy = states.temperature.gpu[idx_mapping] == 0
-        return gumbel_argmax(logits, keys, is_greedy.to(torch.uint8))
+        drafts = gumbel_argmax(logits, keys, is_greedy.to(torch.uint8))
+        is_broken = drafts < 0
+        # On a CPU the look costs less than the rows.
+        if logits.is_cuda or bool(is_broken.any()):
+            _replace_broken_rows(logits, is_broken)
+        self.draft_logits[idx_mapping.long(), step] = logits
+        return drafts.clamp(min=0)
+
+
+def _replace_broken_rows(logits: torch.Tensor, is_broken: torch.Tensor) -> None:
+    """Let rows without a token to draw, such as NaN, be certain of token 0.
+
+    A drafter that fails costs acceptance and nothing else: what judges the draft must
+    be a distribution.
+    """
+    logits.masked_fill_(is_broken.unsqueeze(1), float("-inf"))
+    logits[:, 0].masked_fill_(is_broken, 0.0)

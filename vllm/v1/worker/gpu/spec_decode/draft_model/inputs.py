@@ -95,6 +95,8 @@ def _gather_committed_inputs_torch(
     slots = block_table[batch_idx, place // block_size].long() * block_size
     slots += place % block_size
     last = (num_known.clamp(max=max_len) - 1 - first_position).clamp(min=0)
+    # Of a prompt that goes on in the next step, more is known than is computed here.
+    last = torch.minimum(last, query_lens - 1)
     return DraftInputs(
         tokens.masked_fill(~is_known, 0),
         place,
@@ -200,6 +202,8 @@ def _gather_committed_inputs_kernel(
     num_known = tl.minimum(num_known, max_len)
     tl.store(seq_lens_ptr + batch_idx, (first_position + end - start).to(tl.int32))
     last = tl.maximum(num_known - 1 - first_position, 0)
+    # Of a prompt that goes on in the next step, more is known than is computed here.
+    last = tl.minimum(last, end - start - 1)
     tl.store(last_token_idx_ptr + batch_idx, start + last)
     row_ptr = all_token_ids_ptr + req_state_idx * all_token_ids_stride
     block_row_ptr = block_table_ptr + batch_idx * block_table_stride

@@ -23,7 +23,8 @@ def propose_ngram(
         token_ids: [max_num_reqs, max_model_len] int32, by request row.
         total_len: [max_num_reqs] int32, known tokens of a row.
         idx_mapping: [num_reqs] int32, batch_idx -> row.
-        max_len: upper bound of total_len over the batch, host.
+        max_len: tokens of a row that are looked at, host; a bound of total_len over
+            the requests that have sampled.
         lookup_min: shortest suffix that counts.
         lookup_max: longest suffix that is tried.
         num_speculative_tokens: drafts at the most.
@@ -55,7 +56,7 @@ def _propose_ngram_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = idx_mapping.long()
     tokens = token_ids[rows, :max_len]
-    lengths = total_len[rows].long().unsqueeze(1)
+    lengths = total_len[rows].long().clamp(max=max_len).unsqueeze(1)
     ends = torch.arange(max_len, device=rows.device).unsqueeze(0)
     # length_at[r, e]: how many tokens before and at place e agree with the last ones.
     is_equal = torch.ones_like(tokens, dtype=torch.bool)
@@ -99,6 +100,7 @@ def _propose_ngram_triton(
         idx_mapping,
         drafts,
         num_drafts,
+        max_len,
         lookup_min,
         num_speculative_tokens,
         LOOKUP_MAX=lookup_max,
@@ -116,6 +118,7 @@ def _propose_ngram_kernel(
     idx_mapping_ptr,  # [num_reqs]
     drafts_ptr,  # [num_reqs, num_speculative_tokens]
     num_drafts_ptr,  # [num_reqs]
+    max_len,
     lookup_min,
     num_speculative_tokens,
     LOOKUP_MAX: tl.constexpr,
@@ -124,7 +127,7 @@ def _propose_ngram_kernel(
 ):
     batch_idx = tl.program_id(0).to(tl.int64)
     req_state_idx = tl.load(idx_mapping_ptr + batch_idx).to(tl.int64)
-    length = tl.load(total_len_ptr + req_state_idx)
+    length = tl.minimum(tl.load(total_len_ptr + req_state_idx), max_len)
     row_ptr = token_ids_ptr + req_state_idx * token_ids_stride
 
     # (length of the match, its end) in one number: longer wins, then later.
