@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from vllm.v1.structured_output.regex_syntax import (
@@ -20,6 +21,11 @@ MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_COUNT = 1_000_000
 MAX_NAME_IN_PATH = 64
+# Remainders are states of an automaton: beyond this it takes seconds to build.
+MAX_MULTIPLE = 65_536
+# Every subset of them may come, and the more so if they are counted.
+MAX_OPTIONAL_PROPERTIES = 1000
+MAX_COUNTED_PROPERTIES = 100
 # Numeric bounds are turned into digits by 64-bit arithmetic.
 MAX_BOUND = 9_000_000_000_000_000_000
 
@@ -338,6 +344,11 @@ def _check_numbers(node: Schema, path: str) -> None:
         _is_number(node["multipleOf"]) and 0 < node["multipleOf"] <= MAX_BOUND
     ):
         raise SchemaFault(f"{path}/multipleOf must be a number above 0")
+    if "multipleOf" in node and _significand(node["multipleOf"]) > MAX_MULTIPLE:
+        raise SchemaFault(
+            f"{path}/multipleOf has too many digits: without its zeros and its point "
+            f"it must be at most {MAX_MULTIPLE}"
+        )
 
 
 def _check_values(node: Schema, path: str) -> None:
@@ -447,6 +458,16 @@ def _check_refused(node: Schema, path: str) -> None:
         name = node["format"]
         if name not in GUIDANCE_FORMATS | XGRAMMAR_FORMATS:
             raise SchemaFault(f"{path}/format: the format {name!r} is not supported")
+    num_optional = len(set(node.get("properties", {})) - set(node.get("required", [])))
+    limit = MAX_OPTIONAL_PROPERTIES
+    if node.get("minProperties", 0) > 0:
+        limit = MAX_COUNTED_PROPERTIES
+    if num_optional > limit:
+        beside = " beside minProperties" if "minProperties" in node else ""
+        raise SchemaFault(
+            f"{path}/properties declares {num_optional} optional properties; at most "
+            f"{limit} can be enforced{beside}"
+        )
     is_open = node.get("additionalProperties") is not False
     if node.get("minProperties", 0) > 1 and (is_open or "patternProperties" in node):
         raise SchemaFault(
@@ -555,6 +576,12 @@ def _can_be(node: Schema, type_name: str) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _significand(value: float) -> int:
+    """Return the digits of a number without its point and its outer zeros."""
+    digits = Decimal(repr(value)).normalize().as_tuple().digits
+    return int("".join(map(str, digits)))
 
 
 def _is_count(value: Any) -> bool:
