@@ -283,3 +283,29 @@ def test_required_properties_are_not_counted_among_the_optional():
 def test_multiples_of_few_digits_are_taken(multiple):
     schema = {"type": "number", "multipleOf": multiple}
     validate_structured_outputs(StructuredOutputsParams(json=schema), AUTO)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"multipleOf": 9999}, {"multipleOf": 9998}]},
+        {"multipleOf": 9999, "anyOf": [{"multipleOf": 9998}, {"type": "string"}]},
+        {
+            "$ref": "#/$defs/a",
+            "multipleOf": 9999,
+            "$defs": {"a": {"multipleOf": 9998}},
+        },
+        {
+            "properties": {"x": {"multipleOf": 9999}},
+            "anyOf": [{"properties": {"x": {"multipleOf": 9998}}}],
+        },
+    ],
+)
+def test_multiples_that_would_have_to_hold_at_once_are_refused(schema):
+    assert "several multipleOf" in refusal(json=schema).message
+
+
+def test_multiples_that_do_not_meet_are_taken():
+    fields = {"a": {"multipleOf": 9999}, "b": {"multipleOf": 9998}}
+    schema = {"type": "object", "properties": fields}
+    validate_structured_outputs(StructuredOutputsParams(json=schema), AUTO)

@@ -164,6 +164,7 @@ def check_schema(value: Any, *, close_objects: bool = False) -> CheckedSchema:
         _check_shape(node, path)
         _normalise(node, close_objects)
     _check_references(schema)
+    _check_joined_multiples(schema)
     # Only now: normalising removes what means nothing.
     checked = CheckedSchema(json.dumps(schema, ensure_ascii=False))
     for node, path in iter_subschemas(schema):
@@ -405,6 +406,27 @@ def _normalise(node: Schema, close_objects: bool) -> None:
     is_object = "properties" in node or "object" in _types(node)
     if close_objects and is_object:
         node.setdefault("additionalProperties", False)
+
+
+def _check_joined_multiples(schema: Schema) -> None:
+    """Refuse multiples that can hold at once and whose common ones are too many.
+
+    Their automaton is as large as their product: a few digits keep a compiler busy for
+    minutes. Which of them meet is not worked out; a schema that joins any counts all.
+    """
+    significands: set[int] = set()
+    is_joined = False
+    for node, _ in iter_subschemas(schema):
+        if "multipleOf" in node:
+            significands.add(_significand(node["multipleOf"]))
+        has_in_place = any(key in node for key in _IN_PLACE_KEYWORDS)
+        num_constraints = sum(key in _CONSTRAINTS for key in node)
+        is_joined |= "allOf" in node or (has_in_place and num_constraints > 1)
+    if is_joined and math.prod(significands) > MAX_MULTIPLE:
+        raise SchemaFault(
+            "several multipleOf in a schema that joins subschemas: their product must "
+            f"be at most {MAX_MULTIPLE}, without zeros and points"
+        )
 
 
 def _check_references(schema: Schema) -> None:
