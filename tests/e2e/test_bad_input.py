@@ -133,6 +133,20 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools",
     ),
+    "grammar without its tokens": (
+        CHAT,
+        {**structured(regex="[0-9]+"), "allowed_token_ids": [100]},
+        "allowed_token_ids",
+    ),
+    "grammar of stop tokens": (
+        COMPLETIONS,
+        # Every digit ends the answer, but nothing may end before the first digit.
+        {**structured(regex="[0-9]"), "stop_token_ids": list(range(32, 42))},
+        "stop_token_ids",
+    ),
+    "megabytes": (COMPLETIONS, {"prompt": "hello world " * 400_000}, "prompt"),
+    "long bad word": (CHAT, {"bad_words": ["hello " * 400_000]}, "bad_words"),
+    "long stop": (CHAT, {"stop": ["hello " * 400_000]}, "stop"),
     "beam search": (CHAT, {"use_beam_search": True}, "use_beam_search"),
     "suffix": (COMPLETIONS, {"suffix": "end"}, "suffix"),
 }

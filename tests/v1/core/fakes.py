@@ -100,6 +100,7 @@ class FakeGrammar:
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.num_accepted = 0
+        self.failure: str | None = None
 
 
 class FakeGrammarManager:
@@ -128,6 +129,9 @@ class FakeGrammarManager:
     def is_terminated(self, request: Request) -> bool:
         grammar = request.structured_output_request.grammar
         return grammar.num_accepted == len(grammar.token_ids)
+
+    def get_failure(self, request: Request) -> str | None:
+        return request.structured_output_request.grammar.failure
 
 
 class FakeStructuredOutputRequest(SimpleNamespace):

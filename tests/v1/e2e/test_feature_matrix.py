@@ -8,6 +8,7 @@ import pytest
 
 from tests.v1.e2e.tiny_engine import MAX_MODEL_LEN, TinyEngine, visible
 from vllm import _custom_ops as ops
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 pytestmark = pytest.mark.skipif(
@@ -82,7 +83,7 @@ PREFIX = "The same words stand at the start of many prompts, hello. "
 
 def make_request(name: str) -> tuple[str, SamplingParams]:
     number = list(FEATURES).index(name)
-    prompt = PREFIX[: 7 * (number % 9)] + f"{name}: " + "hey " * (number % 4)
+    prompt = PREFIX[: 7 * (number % 5)] + f"{name}: " + "hey " * (number % 4)
     params: dict[str, Any] = {"max_tokens": 20} | FEATURES[name]
     if "structured_outputs" in params:
         constraint = StructuredOutputsParams(**params["structured_outputs"])
@@ -91,28 +92,41 @@ def make_request(name: str) -> tuple[str, SamplingParams]:
 
 
 REQUESTS = {name: make_request(name) for name in FEATURES}
+# They need a second block when a request beside them has said seven tokens.
+GROWING = ("grows on", SamplingParams(temperature=0.0, max_tokens=16))
 # One request of the full length fits, and little more.
-TINY_POOL = {"num_gpu_blocks_override": MAX_MODEL_LEN // 16 + 3}
+TINY_POOL = {"num_gpu_blocks_override": MAX_MODEL_LEN // 16 + 2}
 
 
-def run_together(engine: TinyEngine) -> list[Any]:
-    return engine.run(list(REQUESTS.values()))
+Outputs = dict[str, RequestOutput]
 
 
-def run_together_again(engine: TinyEngine) -> list[Any]:
-    run_together(engine)
-    outputs = run_together(engine)
-    assert sum(output.num_cached_tokens for output in outputs) > 0
-    return outputs
+def run_together(engine: TinyEngine) -> list[Outputs]:
+    return [run_in_order(engine, list(REQUESTS))]
 
 
-def run_together_preempting(engine: TinyEngine) -> list[Any]:
-    outputs = run_together(engine)
-    assert engine.executor.num_preempted > 0
-    return outputs
+def run_together_again(engine: TinyEngine) -> list[Outputs]:
+    rounds = run_together(engine) + run_together(engine)
+    assert any(output.num_cached_tokens for output in rounds[1].values())
+    return rounds
 
 
-Run = Callable[[TinyEngine], list[Any]]
+def run_preempting(engine: TinyEngine) -> list[Outputs]:
+    """Let each request be the last of five whose blocks soon do not suffice."""
+    outputs = {
+        name: engine.run([GROWING] * 4 + [request])[-1]
+        for name, request in REQUESTS.items()
+    }
+    assert len(engine.executor.resumed) > 3 / 4 * len(REQUESTS)
+    return [outputs]
+
+
+def run_in_order(engine: TinyEngine, names: list[str]) -> Outputs:
+    outputs = engine.run([REQUESTS[name] for name in names])
+    return dict(zip(names, outputs, strict=True))
+
+
+Run = Callable[[TinyEngine], list[Outputs]]
 CONDITIONS: dict[str, tuple[dict[str, Any], Run]] = {
     "mixed batch": ({}, run_together),
     "chunks of 16": (
@@ -121,7 +135,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], Run]] = {
     ),
     "chunks of 17": ({"max_num_batched_tokens": 17, "max_num_seqs": 5}, run_together),
     "chunks of 64": ({"max_num_batched_tokens": 64}, run_together),
-    "preempting": (TINY_POOL, run_together_preempting),
+    "preempting": (TINY_POOL, run_preempting),
     "preempting in chunks": (
         TINY_POOL
         | {
@@ -129,7 +143,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], Run]] = {
             "max_num_seqs": 17,
             "enable_prefix_caching": False,
         },
-        run_together_preempting,
+        run_preempting,
     ),
     "warm prefix cache": ({}, run_together_again),
     "no prefix cache": ({"enable_prefix_caching": False}, run_together),
@@ -157,11 +171,12 @@ def test_every_feature_means_the_same_under_every_condition(
     for condition in conditions:
         kwargs, run = CONDITIONS[condition]
         engine = TinyEngine(model, logprobs_mode=mode, **kwargs)
-        outputs = run(engine)
+        rounds = run(engine)
         engine.shutdown()
         wrong += [
             (condition, name)
-            for name, output in zip(REQUESTS, outputs, strict=True)
+            for outputs in rounds
+            for name, output in outputs.items()
             if visible(output) != expected[name]
         ]
     assert wrong == []

@@ -87,7 +87,8 @@ class ProbedExecutor(UniProcExecutor):
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
         self.num_preempted = 0
-        self.num_steps = 0
+        # Requests that came back after a preemption with a part of their output.
+        self.resumed: set[str] = set()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -97,7 +98,11 @@ class ProbedExecutor(UniProcExecutor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self.num_preempted += len(scheduler_output.preempted_req_ids)
-        self.num_steps += 1
+        self.resumed |= {
+            request.req_id
+            for request in scheduler_output.scheduled_new_reqs
+            if len(request.prefill_token_ids) > len(request.prompt_token_ids)
+        }
         super().execute_model(scheduler_output)
 
 

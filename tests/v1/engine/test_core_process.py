@@ -40,13 +40,14 @@ time.sleep(60)
 
 
 @pytest.fixture
-def parent(tokenizer_path):
+def parent(tokenizer_path, tmp_path):
     """Start a process that starts an engine; give both process ids."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tokenizer_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     yield process, int(process.stdout.readline())
     process.kill()
@@ -74,10 +75,12 @@ def wait_until_gone(pid, seconds=10.0):
         time.sleep(0.05)
 
 
-def test_the_engine_ends_with_a_killed_parent(parent):
+def test_the_engine_ends_with_a_killed_parent_and_leaves_no_files(parent, tmp_path):
     process, engine_pid = parent
+    assert list(tmp_path.glob("vllm-*"))
     process.kill()
     wait_until_gone(engine_pid)
+    assert not list(tmp_path.glob("vllm-*"))
 
 
 def test_sigterm_ends_the_engine_cleanly(parent):

@@ -316,3 +316,11 @@ def test_a_grammar_past_its_limits_closes_its_rows_and_fails_its_request():
     assert grammar.failure is not None
     assert next_ids(grammar) == [EOS]
     assert not grammar.accept_tokens([EOS])
+
+
+def test_a_thousand_optional_properties_are_walked_in_any_subset():
+    properties = {f"p{i}": {"type": "boolean"} for i in range(1000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    grammar = make_grammar("guidance", json=schema)
+    assert accepts(grammar, '{"p3": true, "p500": false, "p999": true}')
+    assert grammar.failure is None

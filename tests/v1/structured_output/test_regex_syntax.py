@@ -73,3 +73,27 @@ def test_classes_are_only_made_narrower(pattern, narrowed):
 
 def test_escaping_covers_every_metacharacter():
     assert escape_regex("a.b|c") == r"a\.b\|c"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_refused"),
+    [
+        ("((a{100}){100}){10}", False),
+        ("((a{100}){100}){11}", True),
+        ("(?:(?P<x>a{1000}){1000})", True),
+        ("((a{100}|b){100}){1000}", False),
+        ("((a{100}|bb){100}){1000}", True),
+        ("((a{1000})?){1000}b*", False),
+        ("((a{1000})+?){101}", True),
+        ("([a-z]{1,100} ){1,1000}", False),
+        (r"([\]x]{1000}){100}", False),
+        (r"(\({1000}){101}", True),
+        ("((a{1000}){0}b){1000}", False),
+        (r"(\x{1000}{1000}){100}", False),
+    ],
+)
+def test_repeats_of_repeats_are_bounded_by_the_shortest_text(pattern, is_refused):
+    fault = describe_regex_fault(pattern)
+    assert fault == (
+        "matches no text of up to 100000 characters" if is_refused else None
+    )

@@ -50,6 +50,8 @@ def nested(levels: int) -> str:
         ({"type": "number", "maximum": 1e30}, "#/maximum must be a number between"),
         ({"exclusiveMinimum": True}, "#/exclusiveMinimum must be a number"),
         ({"multipleOf": 0}, "#/multipleOf must be a number above 0"),
+        ({"multipleOf": 999_983}, "#/multipleOf has too many digits"),
+        ({"multipleOf": 0.1234567}, "#/multipleOf has too many digits"),
         ({"required": "a"}, "#/required must be a list"),
         ({"enum": []}, "#/enum must be a list with at least one value"),
         ({"enum": ["\x01"]}, "control character"),
@@ -254,3 +256,56 @@ def test_a_long_property_name_is_not_repeated_whole_in_the_path_of_each_child():
     fault = refusal(json={"properties": {"x" * 100_000: inner}})
     assert "x.../properties/z/type must be one or more of" in fault.message
     assert len(fault.message) < 300
+
+
+def many_properties(num: int, **keywords: Any) -> dict[str, Any]:
+    properties = {f"p{i}": {"type": "boolean"} for i in range(num)}
+    return {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        **keywords,
+    }
+
+
+@pytest.mark.parametrize(("num", "keywords"), [(1001, {}), (101, {"minProperties": 1})])
+def test_more_optional_properties_than_can_be_enforced_are_refused(num, keywords):
+    message = refusal(json=many_properties(num, **keywords)).message
+    assert f"#/properties declares {num} optional properties" in message
+
+
+def test_required_properties_are_not_counted_among_the_optional():
+    schema = many_properties(1500, required=[f"p{i}" for i in range(1000)])
+    validate_structured_outputs(StructuredOutputsParams(json=schema), AUTO)
+
+
+@pytest.mark.parametrize("multiple", [0.001, 0.25, 7, 65_536, 36_000_000, 1e10])
+def test_multiples_of_few_digits_are_taken(multiple):
+    schema = {"type": "number", "multipleOf": multiple}
+    validate_structured_outputs(StructuredOutputsParams(json=schema), AUTO)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"multipleOf": 9999}, {"multipleOf": 9998}]},
+        {"multipleOf": 9999, "anyOf": [{"multipleOf": 9998}, {"type": "string"}]},
+        {
+            "$ref": "#/$defs/a",
+            "multipleOf": 9999,
+            "$defs": {"a": {"multipleOf": 9998}},
+        },
+        {
+            "properties": {"x": {"multipleOf": 9999}},
+            "anyOf": [{"properties": {"x": {"multipleOf": 9998}}}],
+        },
+    ],
+)
+def test_multiples_that_would_have_to_hold_at_once_are_refused(schema):
+    assert "several multipleOf" in refusal(json=schema).message
+
+
+def test_multiples_that_do_not_meet_are_taken():
+    fields = {"a": {"multipleOf": 9999}, "b": {"multipleOf": 9998}}
+    schema = {"type": "object", "properties": fields}
+    validate_structured_outputs(StructuredOutputsParams(json=schema), AUTO)

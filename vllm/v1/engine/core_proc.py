@@ -5,6 +5,7 @@ import os
 import pickle
 import queue
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -216,7 +217,7 @@ def main() -> None:
     faulthandler.enable()
     # An interrupt from the terminal reaches the parent as well, and the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    watch_parent()
+    watch_parent(args.socket_directory)
     try:
         proc = EngineCoreProc(args)
         proc.start()
@@ -238,8 +239,12 @@ def read_args() -> EngineCoreProcArgs:
     return pickle.loads(stdin.read(num_bytes))
 
 
-def watch_parent() -> None:
-    """End this process when its parent is gone, whatever it is doing."""
+def watch_parent(socket_directory: str) -> None:
+    """End this process when its parent is gone, whatever it is doing.
+
+    Args:
+        socket_directory: the parent's, which a parent that was killed leaves behind.
+    """
     parent_pid = os.getppid()
 
     def watch() -> None:
@@ -248,6 +253,7 @@ def watch_parent() -> None:
             # The parent holds the other end of the pipe and never writes again.
             if readable and not os.read(0, 1):
                 break
+        shutil.rmtree(socket_directory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="engine-core-watchdog", daemon=True).start()

@@ -61,16 +61,26 @@ class EngineCoreProcArgs:
     """All that the process is told, pickled, by its parent.
 
     Args:
+        socket_directory: holds the sockets of both addresses, and nothing else.
         start_time: seconds of the monotonic clock, which the processes share.
     """
 
     vllm_config: VllmConfig
     executor_factory: ExecutorFactory | None
     log_stats: bool
-    input_address: str
-    output_address: str
+    socket_directory: str
     start_time: float
     process_name: str = "EngineCore_DP0"
+
+    @property
+    def input_address(self) -> str:
+        """Where the process listens."""
+        return f"ipc://{self.socket_directory}/input"
+
+    @property
+    def output_address(self) -> str:
+        """Where the parent listens."""
+        return f"ipc://{self.socket_directory}/output"
 
 
 class EngineCoreProcess:
@@ -93,8 +103,7 @@ class EngineCoreProcess:
             vllm_config,
             executor_factory,
             log_stats,
-            input_address=f"ipc://{directory}/input",
-            output_address=f"ipc://{directory}/output",
+            socket_directory=directory,
             start_time=self._start_time,
         )
         self.input_socket = self._make_socket(zmq.PUSH)

@@ -166,17 +166,22 @@ class StructuredOutputManager:
         """Advance a request's grammar over committed tokens, up to its end.
 
         Returns:
-            False if a token does not fit, which the mask makes impossible as long as
-            the library keeps its word: the request must then be failed.
+            False if a token does not fit: the request must then be failed. The mask
+            makes that impossible unless the library gave up, see `get_failure`.
         """
         state = request.structured_output_request
         if state is None or state.grammar is None:
             return True
         if state.grammar.accept_tokens(token_ids):
             return True
-        reason = state.grammar.failure or "a token does not fit"
-        logger.error("Request %s lost its grammar: %s", request.request_id, reason)
+        if state.grammar.failure is None:
+            logger.error("Request %s lost its grammar", request.request_id)
         return False
+
+    def get_failure(self, request: "Request") -> str | None:
+        """Return why a library gave up on a request's constraint, or None."""
+        state = request.structured_output_request
+        return None if state is None or state.grammar is None else state.grammar.failure
 
     def is_terminated(self, request: "Request") -> bool:
         """Whether a request's text is complete and nothing can follow it."""

@@ -29,6 +29,9 @@ from vllm.v1.structured_output.grammar_spec import GBNF, JSON, REGEX, GrammarSpe
 MIN_PARALLEL_ROWS = 8
 MAX_FILL_THREADS = 8
 MAX_ERROR_LENGTH = 400
+# JSON has few ambiguities, but each optional property that may come next is some items.
+# In a grammar by hand, rows get this long by ambiguity, and a mask takes seconds.
+MAX_JSON_ITEMS_IN_ROW = 20_000
 # Without \u: an escaped letter would spell a declared property's name, or a character
 # that a pattern excludes, in a way that the grammar does not see.
 JSON_ESCAPES = 'nrtbf\\"'
@@ -49,11 +52,17 @@ class GuidanceBackend(StructuredOutputBackend):
         num_threads = min(os.cpu_count() or 1, MAX_FILL_THREADS)
         self._executor = llguidance.LLExecutor(num_threads)
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._json_limits = llguidance.LLParserLimits(
+            verbose_errors=False, max_items_in_row=MAX_JSON_ITEMS_IN_ROW
+        )
 
     def compile_grammar(self, spec: GrammarSpec) -> "GuidanceCompiledGrammar":
         with _as_grammar_error("guidance could not compile the constraint"):
             matcher = llguidance.LLMatcher(
-                self._tokenizer, _to_grammar(spec), log_level=0, limits=self._limits
+                self._tokenizer,
+                _to_grammar(spec),
+                log_level=0,
+                limits=self._json_limits if spec.kind == JSON else self._limits,
             )
         _raise_matcher_error(matcher)
         template = GuidanceGrammar(matcher, self._vocabulary, ())

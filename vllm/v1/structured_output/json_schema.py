@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from vllm.v1.structured_output.regex_syntax import (
@@ -20,6 +21,11 @@ MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_COUNT = 1_000_000
 MAX_NAME_IN_PATH = 64
+# Remainders are states of an automaton: beyond this it takes seconds to build.
+MAX_MULTIPLE = 65_536
+# Every subset of them may come, and the more so if they are counted.
+MAX_OPTIONAL_PROPERTIES = 1000
+MAX_COUNTED_PROPERTIES = 100
 # Numeric bounds are turned into digits by 64-bit arithmetic.
 MAX_BOUND = 9_000_000_000_000_000_000
 
@@ -158,6 +164,7 @@ def check_schema(value: Any, *, close_objects: bool = False) -> CheckedSchema:
         _check_shape(node, path)
         _normalise(node, close_objects)
     _check_references(schema)
+    _check_joined_multiples(schema)
     # Only now: normalising removes what means nothing.
     checked = CheckedSchema(json.dumps(schema, ensure_ascii=False))
     for node, path in iter_subschemas(schema):
@@ -338,6 +345,11 @@ def _check_numbers(node: Schema, path: str) -> None:
         _is_number(node["multipleOf"]) and 0 < node["multipleOf"] <= MAX_BOUND
     ):
         raise SchemaFault(f"{path}/multipleOf must be a number above 0")
+    if "multipleOf" in node and _significand(node["multipleOf"]) > MAX_MULTIPLE:
+        raise SchemaFault(
+            f"{path}/multipleOf has too many digits: without its zeros and its point "
+            f"it must be at most {MAX_MULTIPLE}"
+        )
 
 
 def _check_values(node: Schema, path: str) -> None:
@@ -396,6 +408,27 @@ def _normalise(node: Schema, close_objects: bool) -> None:
         node.setdefault("additionalProperties", False)
 
 
+def _check_joined_multiples(schema: Schema) -> None:
+    """Refuse multiples that can hold at once and whose common ones are too many.
+
+    Their automaton is as large as their product: a few digits keep a compiler busy for
+    minutes. Which of them meet is not worked out; a schema that joins any counts all.
+    """
+    significands: set[int] = set()
+    is_joined = False
+    for node, _ in iter_subschemas(schema):
+        if "multipleOf" in node:
+            significands.add(_significand(node["multipleOf"]))
+        has_in_place = any(key in node for key in _IN_PLACE_KEYWORDS)
+        num_constraints = sum(key in _CONSTRAINTS for key in node)
+        is_joined |= "allOf" in node or (has_in_place and num_constraints > 1)
+    if is_joined and math.prod(significands) > MAX_MULTIPLE:
+        raise SchemaFault(
+            "several multipleOf in a schema that joins subschemas: their product must "
+            f"be at most {MAX_MULTIPLE}, without zeros and points"
+        )
+
+
 def _check_references(schema: Schema) -> None:
     """Refuse a `$ref` within the document that leads nowhere or only to itself."""
     # A part of the schema may have an address of its own, which a `$ref` can name.
@@ -447,6 +480,16 @@ def _check_refused(node: Schema, path: str) -> None:
         name = node["format"]
         if name not in GUIDANCE_FORMATS | XGRAMMAR_FORMATS:
             raise SchemaFault(f"{path}/format: the format {name!r} is not supported")
+    num_optional = len(set(node.get("properties", {})) - set(node.get("required", [])))
+    limit = MAX_OPTIONAL_PROPERTIES
+    if node.get("minProperties", 0) > 0:
+        limit = MAX_COUNTED_PROPERTIES
+    if num_optional > limit:
+        beside = " beside minProperties" if "minProperties" in node else ""
+        raise SchemaFault(
+            f"{path}/properties declares {num_optional} optional properties; at most "
+            f"{limit} can be enforced{beside}"
+        )
     is_open = node.get("additionalProperties") is not False
     if node.get("minProperties", 0) > 1 and (is_open or "patternProperties" in node):
         raise SchemaFault(
@@ -555,6 +598,12 @@ def _can_be(node: Schema, type_name: str) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _significand(value: float) -> int:
+    """Return the digits of a number without its point and its outer zeros."""
+    digits = Decimal(repr(value)).normalize().as_tuple().digits
+    return int("".join(map(str, digits)))
 
 
 def _is_count(value: Any) -> bool:

@@ -1,14 +1,19 @@
 """What a regular expression may hold, checked without compiling it."""
 
+import math
 import re
 
 MAX_REGEX_LENGTH = 10_000
 MAX_REGEX_DEPTH = 100
 MAX_REGEX_REPEAT = 100_000
+# Of the shortest text that matches: repeats of repeats are written out.
+MAX_REGEX_TEXT = 100_000
 
 _REPEAT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 # What \d, \w and \s mean in every dialect; beyond ASCII the dialects differ.
 _ASCII_MEMBERS = {"d": "0-9", "w": "0-9A-Za-z_", "s": " \\t\\n\\r\\f\\v"}
+_GROUP_OPENING = re.compile(r"\(\?(?:P?<[^>]*>|[a-zA-Z-]*:)")
+_BRACED_ESCAPE = re.compile(r"\\[pPxuU]\{[^}]*\}")
 _ASSERTION_ESCAPES = frozenset("bBAZzG")
 
 
@@ -42,7 +47,57 @@ def describe_regex_fault(pattern: str) -> str | None:
         if fault is not None:
             return fault
         position += 1
-    return "has an unclosed (" if depth else None
+    if depth:
+        return "has an unclosed ("
+    if _shortest_text(pattern) > MAX_REGEX_TEXT:
+        return f"matches no text of up to {MAX_REGEX_TEXT} characters"
+    return None
+
+
+def _shortest_text(pattern: str) -> int:
+    """Count the characters of the shortest text that a well-formed pattern matches."""
+    # Per open group: the shortest branch so far, and the branch that is being read.
+    groups: list[tuple[float, int]] = []
+    shortest, length = math.inf, 0
+    atom, is_repeated = 0, False
+    position = 0
+    while position < len(pattern):
+        char = pattern[position]
+        repeat = _REPEAT.match(pattern, position)
+        if repeat:
+            length += atom * (int(repeat[1]) - 1)
+            atom *= int(repeat[1])
+            is_repeated, position = True, repeat.end()
+            continue
+        if char in "*+?":
+            # Behind a repeat, ? only makes it lazy.
+            if char == "*" or (char == "?" and not is_repeated):
+                length, atom = length - atom, 0
+            is_repeated, position = True, position + 1
+            continue
+        is_repeated = False
+        if char == "(":
+            groups.append((shortest, length))
+            shortest, length, atom = math.inf, 0, 0
+            opening = _GROUP_OPENING.match(pattern, position)
+            position = opening.end() if opening else position + 1
+            continue
+        if char == ")":
+            atom = int(min(shortest, length))
+            shortest, outer = groups.pop()
+            length = outer + atom
+        elif char == "|":
+            shortest, length, atom = min(shortest, length), 0, 0
+        else:
+            atom = 0 if char in "^$" else 1
+            length += atom
+            if char == "\\":
+                braced = _BRACED_ESCAPE.match(pattern, position)
+                position = braced.end() - 1 if braced else position + 1
+            elif char == "[":
+                position = _find_class_end(pattern, position)
+        position += 1
+    return int(min(shortest, length))
 
 
 def is_fully_anchored(pattern: str) -> bool:

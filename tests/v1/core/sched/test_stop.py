@@ -131,10 +131,26 @@ def test_a_grammar_sees_only_tokens_within_the_length():
     assert manager.accepted == [3, 4]
 
 
-def test_a_stop_token_is_not_shown_to_the_grammar():
-    manager = FakeGrammarManager()
-    assert decide(make_request(literal=[3, 4]), [3, EOS], manager) == Commit(2, STOPPED)
-    assert manager.accepted == [3]
+def test_a_stop_token_where_the_grammar_may_end_ends_the_request():
+    request = make_request(literal=[3, EOS, 4])
+    assert decide(request, [3, EOS]) == Commit(2, STOPPED)
+
+
+def test_a_stop_token_in_the_middle_of_a_grammar_is_no_end():
+    commit = decide(make_request(literal=[3, 4]), [3, EOS])
+    assert (commit.num_kept, commit.status) == (1, ERROR)
+    assert commit.error_parameter is None
+
+
+def test_a_grammar_that_was_given_up_is_an_error_of_the_constraint():
+    constraint = StructuredOutputsParams(regex="ab")
+    request = make_request(literal=[3, 4], structured_outputs=constraint)
+    request.structured_output_request.grammar.failure = "too many items"
+    # Its mask allows stop tokens only, so that nothing unchecked follows.
+    commit = decide(request, [EOS])
+    assert (commit.num_kept, commit.status) == (0, ERROR)
+    assert commit.error_parameter == "structured_outputs.regex"
+    assert "too many items" in commit.error
 
 
 def test_a_token_that_the_grammar_refuses_is_an_error_without_it():

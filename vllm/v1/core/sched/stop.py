@@ -35,6 +35,9 @@ class GrammarManager(Protocol):
     def is_terminated(self, request: Request) -> bool:
         """Whether nothing can follow in the request's grammar."""
 
+    def get_failure(self, request: Request) -> str | None:
+        """Return why the request's grammar was given up, or None."""
+
 
 class Commit(NamedTuple):
     """What became of the tokens that a request sampled in a step.
@@ -62,8 +65,9 @@ def decide_commit(
 ) -> Commit:
     """Walk over sampled tokens up to the first reason to end.
 
-    Only the grammar is advanced, by the tokens that are kept; a token that ends the
-    request is kept and is not shown to it.
+    Only the grammar is advanced, by the tokens that are kept. It judges a token that
+    ends the request as well: a grammar that was given up allows nothing else, and an
+    unfinished text must not end as if it were complete.
 
     Args:
         token_ids: in order; several under speculation.
@@ -78,17 +82,16 @@ def decide_commit(
             return _no_choice(request, index)
         if not 0 <= token_id < vocab_size:
             return _error(index, f"the model gave the invalid token id {token_id}")
+        if has_grammar and not grammar_manager.accept_tokens(request, [token_id]):
+            return _refused(
+                request, index, token_id, grammar_manager.get_failure(request)
+            )
         if _is_stop_token(request, token_id, request.num_output_tokens + index + 1):
             is_eos = token_id == request.sampling_params.eos_token_id
             reason = None if is_eos else token_id
             return Commit(index + 1, RequestStatus.FINISHED_STOPPED, reason)
-        if has_grammar:
-            if not grammar_manager.accept_tokens(request, [token_id]):
-                return _error(
-                    index, f"the grammar does not allow the sampled token {token_id}"
-                )
-            if grammar_manager.is_terminated(request):
-                return Commit(index + 1, RequestStatus.FINISHED_STOPPED)
+        if has_grammar and grammar_manager.is_terminated(request):
+            return Commit(index + 1, RequestStatus.FINISHED_STOPPED)
         if index + 1 == max_new_tokens:
             return Commit(index + 1, RequestStatus.FINISHED_LENGTH_CAPPED)
     return Commit(len(token_ids))
@@ -102,6 +105,25 @@ def _is_stop_token(request: Request, token_id: int, num_output_tokens: int) -> b
         # A stop token that the user names ends the request also with ignore_eos.
         return not params.ignore_eos or token_id in (params.stop_token_ids or ())
     return token_id in params.all_stop_token_ids
+
+
+def _refused(
+    request: Request, num_kept: int, token_id: int, failure: str | None
+) -> Commit:
+    constraint = request.sampling_params.structured_outputs
+    # Without a failure the mask and the grammar disagree, and the engine is to blame.
+    if failure is None or constraint is None:
+        return _error(
+            num_kept, f"the grammar does not allow the sampled token {token_id}"
+        )
+    num_tokens = request.num_output_tokens + num_kept
+    return Commit(
+        num_kept,
+        RequestStatus.FINISHED_ERROR,
+        error="the constraint cannot be enforced any further after "
+        f"{num_tokens} tokens of output: {failure}",
+        error_parameter=f"structured_outputs.{constraint.constraint}",
+    )
 
 
 def _no_choice(request: Request, num_kept: int) -> Commit:
