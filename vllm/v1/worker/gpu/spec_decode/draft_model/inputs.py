@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.block_table import PAD_SLOT_ID
 
 
@@ -85,8 +86,7 @@ def _gather_committed_inputs_torch(
     device = idx_mapping.device
     num_known = total_len[idx_mapping].long()
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    batch_idx = torch.arange(len(query_lens), device=device)
-    batch_idx = batch_idx.repeat_interleave(query_lens, output_size=num_tokens)
+    batch_idx = find_owners(query_start_loc[1:], num_tokens)
     local = torch.arange(num_tokens, device=device) - query_start_loc[batch_idx]
     position = first_position[batch_idx] + local
     is_known = position < num_known[batch_idx].clamp(max=max_len)
