@@ -71,8 +71,26 @@ KERNELS = {
     "worker.gpu.sample.top_k_top_p._top_k_top_p_kernel": (
         "*fp32 i32 *i32 *fp32 i32 2048"
     ),
+    "worker.gpu.spec_decode.accept_drafts._accept_drafts_kernel": (
+        "*fp32 i32 *fp32 i32 i32 *i64 *fp32 *i32 *i32 *i1 i32 1 2048"
+    ),
+    "worker.gpu.spec_decode.accepted_prefix._take_accepted_prefix_kernel": (
+        "*i1 *i64 *i32 *i64 *i32 i32 8"
+    ),
+    "worker.gpu.spec_decode.draft_model.inputs._gather_committed_inputs_kernel": (
+        "*i32 i32 *i32 *i32 *i64 *i32 *i32 i32 i32 i32 *i64 *i64 *i64 *i32 *i64 256"
+    ),
+    "worker.gpu.spec_decode.ngram.lookup._propose_ngram_kernel": (
+        "*i32 i32 *i32 *i32 *i64 *i32 i32 i32 i32 5 1024 4"
+    ),
+    "worker.gpu.spec_decode.rejection_sampler._flatten_sampled_kernel": (
+        "*i64 i32 *i32 *i64 8"
+    ),
+    "worker.gpu.spec_decode.residual._write_residual_logits_kernel": (
+        "*fp32 i32 *fp32 i32 i32 *i1 *i32 *i32 i32 2048"
+    ),
     "worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
-        "*fp32 i32 *i32 i32 *i32 *i32 i32 i32 8192"
+        "*fp32 i32 *i32 i32 *i32 *i32 i32 i32 i32 i32 8192"
     ),
 }
 
