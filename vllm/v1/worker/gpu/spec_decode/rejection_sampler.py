@@ -293,10 +293,12 @@ def _judge_rows(
     """Say of each row whether its draft is accepted, and which token it emits.
 
     Args:
-        logits: of the chunk, changed in place.
-        draft_token_ids: [num_logits] int64, of the chunk.
+        logits: of the chunk, processed; changed in place.
+        draft_logits: as in `rejection_sample`.
+        draft_token_ids: [num_logits] int64, of the chunk; -1: no draft.
         rows: the chunk.
-        others: as in `rejection_sample`.
+        states: temperatures and seeds.
+        conditional_rates: as in `rejection_sample`.
 
     Returns:
         is_accepted: [num_logits] bool.
