@@ -1,4 +1,4 @@
-"""Sampling features x drafters x conditions: speculation changes no token and no score."""
+"""Features x drafters x conditions: speculation changes no token and no score."""
 
 from pathlib import Path
 from typing import Any

@@ -119,7 +119,9 @@ def _gather_committed_inputs_triton(
 ) -> DraftInputs:
     device, num_reqs = idx_mapping.device, len(idx_mapping)
     inputs = DraftInputs(
-        *(torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3)),
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
         torch.empty(num_reqs, dtype=torch.int32, device=device),
         torch.empty(num_reqs, dtype=torch.int64, device=device),
     )
