@@ -121,15 +121,24 @@ class DraftSession:
         self.block_table = ids.view(num_reqs, per_req)
 
     def write(
-        self, taps: list[torch.Tensor], start: int, end: int, req: int = 0
+        self,
+        taps: list[torch.Tensor],
+        start: int,
+        end: int,
+        req: int = 0,
+        position_shift: int = 0,
     ) -> None:
-        """Append the tokens at start .. end - 1 to a request's context."""
-        positions = torch.arange(start, end)
-        metadata = self._metadata([req], [positions], is_causal=True)
+        """Append the tokens at start .. end - 1 to a request's context.
+
+        Args:
+            position_shift: what they are rotated by too much.
+        """
+        slots = torch.arange(start, end)
+        metadata = self._metadata([req], [slots], is_causal=True)
         context = ForwardContext(metadata, self.kv_caches)
         with torch.inference_mode(), set_forward_context(context):
             fused = self.model.combine_hidden_states([tap[start:end] for tap in taps])
-            self.model.write_context_kv(fused, positions)
+            self.model.write_context_kv(fused, slots + position_shift)
 
     def draft(self, *blocks: Block, mask_token_id: int = MASK) -> torch.Tensor:
         """Return the states of one pass over a block of each request."""

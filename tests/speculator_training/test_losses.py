@@ -102,14 +102,14 @@ def test_a_batch_without_labels_has_no_loss():
 
 def test_confidence_teaches_the_head_but_its_label_does_not_teach_the_draft():
     logits = DRAFT.log().requires_grad_()
-    confidence = torch.zeros(1, 2, requires_grad=True)
+    confidence = torch.tensor([[0.0, math.log(4)]], requires_grad=True)
     only = LossWeights(cross_entropy=0.0, total_variation=0.0)
     out = compute_draft_losses(logits, TARGET, LABELS, ALL_VALID, confidence, only)
     out.total.backward()
     assert logits.grad.abs().max() == 0
-    # d BCE / d logit is sigmoid(0) - label, by weight.
+    # Each is the sigmoid, 0.5 and 0.8, less the label, by weight.
     w = math.exp(-1 / 4)
-    expected = [(0.5 - 0.8) / (1 + w), w * (0.5 - 0.3) / (1 + w)]
+    expected = [(0.5 - 0.8) / (1 + w), w * (0.8 - 0.3) / (1 + w)]
     assert confidence.grad.tolist() == [pytest.approx(expected, rel=1e-4)]
 
 

@@ -129,8 +129,9 @@ def test_defaults_of_speculators_are_both_heads_and_the_whole_vocabulary():
 
 
 def test_written_config_is_read_back_the_same(tmp_path):
+    layers = {"bos_token_id": 1, "eos_token_id": [2, 3], "attention_bias": True}
     config = replace(
-        speculators(draft_vocab_size=40),
+        speculators(layers, draft_vocab_size=40),
         confidence_temperatures=(1.5,) * 7,
         sample_from_anchor=True,
     )

@@ -430,7 +430,7 @@ def _backbone_json(config: HfConfig) -> dict[str, Any]:
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "head_dim"),
         *("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling"),
-        *("attention_bias", "mlp_bias"),
+        *("attention_bias", "mlp_bias", "bos_token_id"),
     )
     return {
         "architectures": [config.architecture],
@@ -438,5 +438,6 @@ def _backbone_json(config: HfConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": config.torch_dtype,
+        "eos_token_id": list(config.eos_token_ids),
         **{name: getattr(config, name) for name in names},
     }
