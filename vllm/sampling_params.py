@@ -149,6 +149,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    # Drafts in a step at the most; 0: no speculation for this request.
+    num_speculative_tokens: int | None = None
     extra_args: dict[str, Any] | None = None
 
     # Filled in by the input processor, which knows the tokenizer and the model.
@@ -187,6 +189,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0)
         _integer("min_tokens", self.min_tokens, 0)
+        if self.num_speculative_tokens is not None:
+            _integer("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise VLLMValidationError(
                 f"min_tokens ({self.min_tokens}) must be at most max_tokens "

@@ -28,7 +28,7 @@ KERNELS = {
         "*i32 *i32 *i32 *i64 *i64 *i32 *i32 *i64 8"
     ),
     "worker.gpu.input_batch._gather_inputs_kernel": (
-        "*i32 i32 *i32 *i32 *i32 *i64 *i64 *i32 1024"
+        "*i32 i32 *i32 *i64 i32 *i32 *i32 *i32 *i64 *i64 *i32 1024"
     ),
     "worker.gpu.input_batch._post_update_kernel": (
         "*i64 i32 *i32 *i32 *i32 *i32 *i32 i32 i32 *i32 *i32 8"
@@ -37,7 +37,8 @@ KERNELS = {
         "*fp32 i32 *i32 *u8 *i32 i32 i32 1024"
     ),
     "worker.gpu.sample.bad_words._bad_words_kernel": (
-        "*fp32 i32 *i32 *i32 *i64 *i64 *i32 i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32"
+        "*fp32 i32 *i32 *i32 *i64 *i64 i32 *i32 i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 "
+        "*i32"
     ),
     "worker.gpu.sample.gumbel._gumbel_argmax_kernel": (
         "*fp32 i32 *i64 *u8 *fp64 *i64 i32 1024"
@@ -60,9 +61,9 @@ KERNELS = {
         "*i32 *i64 i32 *i32 *i32 i32 *u8 i32 8"
     ),
     "worker.gpu.sample.penalties._penalties_kernel": (
-        "*fp32 i32 *i32 *i32 *i64 *i32 i32 *u8 *fp32 *fp32 *fp32 i32 1024"
+        "*fp32 i32 *i32 *i32 *i64 i32 *i32 i32 *u8 *fp32 *fp32 *fp32 i32 1024"
     ),
-    "worker.gpu.sample.random._noise_keys_kernel": "*i64 *i64 *i64 i32 i32 128",
+    "worker.gpu.sample.random._noise_keys_kernel": "*i64 *i64 *i64 *i64 i32 i32 128",
     "worker.gpu.sample.random._philox_uniform_kernel": "*i64 *fp32 i32 1024",
     "worker.gpu.sample.temperature._temperature_kernel": (
         "*fp32 i32 *i32 *fp32 i32 1024"
@@ -70,8 +71,26 @@ KERNELS = {
     "worker.gpu.sample.top_k_top_p._top_k_top_p_kernel": (
         "*fp32 i32 *i32 *fp32 i32 2048"
     ),
+    "worker.gpu.spec_decode.accept_drafts._accept_drafts_kernel": (
+        "*fp32 i32 *fp32 i32 i32 *i64 *fp32 *i32 *i32 *i1 i32 1 2048"
+    ),
+    "worker.gpu.spec_decode.accepted_prefix._take_accepted_prefix_kernel": (
+        "*i1 *i64 *i32 *i64 *i32 i32 8"
+    ),
+    "worker.gpu.spec_decode.draft_model.inputs._gather_committed_inputs_kernel": (
+        "*i32 i32 *i32 *i32 *i64 *i32 *i32 i32 i32 i32 *i64 *i64 *i64 *i32 *i64 256"
+    ),
+    "worker.gpu.spec_decode.ngram.lookup._propose_ngram_kernel": (
+        "*i32 i32 *i32 *i32 *i64 *i32 i32 i32 i32 5 1024 4"
+    ),
+    "worker.gpu.spec_decode.rejection_sampler._flatten_sampled_kernel": (
+        "*i64 i32 *i32 *i64 8"
+    ),
+    "worker.gpu.spec_decode.residual._write_residual_logits_kernel": (
+        "*fp32 i32 *fp32 i32 i32 *i1 *i32 *i32 i32 2048"
+    ),
     "worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
-        "*fp32 i32 *i32 i32 *i32 *i32 i32 i32 8192"
+        "*fp32 i32 *i32 i32 *i32 *i32 i32 i32 i32 i32 8192"
     ),
 }
 

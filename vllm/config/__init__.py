@@ -8,6 +8,7 @@ from vllm.config.load import LoadConfig
 from vllm.config.model import ModelConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ModelConfig",
     "ObservabilityConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "StructuredOutputsConfig",
     "VllmConfig",
 ]
@@ -33,8 +35,11 @@ class VllmConfig:
     load_config: LoadConfig
     structured_outputs_config: StructuredOutputsConfig
     observability_config: ObservabilityConfig
+    speculative_config: SpeculativeConfig | None = None
 
     @property
     def num_speculative_tokens(self) -> int:
         """Drafts that a request can have in one step."""
-        return 0
+        if self.speculative_config is None:
+            return 0
+        return self.speculative_config.num_speculative_tokens

@@ -21,7 +21,12 @@ from vllm.config.load import LOAD_FORMATS
 from vllm.config.model import LOGPROBS_MODES
 from vllm.config.scheduler import SCHEDULING_POLICIES
 from vllm.config.structured_outputs import STRUCTURED_OUTPUTS_BACKENDS
+from vllm.engine.checks import check_choice, check_minimum, invalid
 from vllm.engine.flags import BLOCK_SIZES, DEVICES, DTYPES, add_engine_flags
+from vllm.engine.speculative_args import (
+    check_speculative_keys,
+    resolve_speculative_config,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import HfConfig
@@ -80,6 +85,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     structured_outputs_config: dict[str, Any] | None = None
+    speculative_config: dict[str, Any] | None = None
     disable_log_stats: bool = False
     enable_log_requests: bool = False
     enable_log_outputs: bool = False
@@ -94,7 +100,7 @@ class EngineArgs:
             ("scheduling_policy", SCHEDULING_POLICIES),
             ("block_size", BLOCK_SIZES),
         ):
-            _check_choice(name, getattr(self, name), choices)
+            check_choice(name, getattr(self, name), choices)
         for name, minimum in (
             ("max_model_len", 1),
             ("max_logprobs", -1),
@@ -105,13 +111,14 @@ class EngineArgs:
             ("max_num_batched_tokens", 1),
             ("seed", -_MAX_SEED - 1),
         ):
-            _check_minimum(name, getattr(self, name), minimum)
+            check_minimum(name, getattr(self, name), minimum)
         if self.seed > _MAX_SEED:
-            raise _invalid("seed", "must fit 64 bits", self.seed)
+            raise invalid("seed", "must fit 64 bits", self.seed)
         share = self.gpu_memory_utilization
         if not (math.isfinite(share) and 0.0 < share <= 1.0):
-            raise _invalid("gpu_memory_utilization", "must be in (0, 1]", share)
+            raise invalid("gpu_memory_utilization", "must be in (0, 1]", share)
         self._structured_outputs_config()
+        check_speculative_keys(self.speculative_config or {})
         _check_override(self.override_generation_config or {})
 
     @classmethod
@@ -163,6 +170,9 @@ class EngineArgs:
                 load_format=self.load_format, use_tqdm_on_load=self.use_tqdm_on_load
             ),
             structured_outputs_config=self._structured_outputs_config(),
+            speculative_config=resolve_speculative_config(
+                self.speculative_config, model_config
+            ),
             observability_config=ObservabilityConfig(
                 disable_log_stats=self.disable_log_stats,
                 enable_log_requests=self.enable_log_requests,
@@ -196,7 +206,7 @@ class EngineArgs:
                 kind = str(field.type).replace("typing.", "")
             wrong_bool = isinstance(value, bool) and kind != "bool"
             if wrong_bool or not isinstance(value, allowed[kind]):
-                raise _invalid(field.name, f"must be of type {kind}", value)
+                raise invalid(field.name, f"must be of type {kind}", value)
 
     def _check_environment(self) -> None:
         try:
@@ -269,7 +279,7 @@ class EngineArgs:
                 limit,
             )
             return wanted
-        raise _invalid(
+        raise invalid(
             "max_model_len",
             f"must be at most {limit}, the positions that the model was made for (set "
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 to go beyond at your own risk)",
@@ -317,7 +327,7 @@ class EngineArgs:
                 return file.read()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-            raise _invalid(
+            raise invalid(
                 "chat_template",
                 f"must be a readable file or a template: {reason}",
                 path,
@@ -344,13 +354,13 @@ class EngineArgs:
         if max_num_seqs is None:
             max_num_seqs = min(_DEFAULT_SEQS[device], max_tokens)
         if max_tokens < max_num_seqs:
-            raise _invalid(
+            raise invalid(
                 "max_num_batched_tokens",
                 f"must be at least max_num_seqs ({max_num_seqs})",
                 max_tokens,
             )
         if not self.enable_chunked_prefill and max_tokens < max_model_len:
-            raise _invalid(
+            raise invalid(
                 "max_num_batched_tokens",
                 f"must be at least max_model_len ({max_model_len}) without chunked "
                 "prefill",
@@ -374,36 +384,14 @@ class EngineArgs:
                     parameter=parameter,
                 )
             if key == "backend":
-                _check_choice(parameter, value, STRUCTURED_OUTPUTS_BACKENDS)
+                check_choice(parameter, value, STRUCTURED_OUTPUTS_BACKENDS)
             elif not isinstance(value, bool):
-                raise _invalid(parameter, "must be true or false", value)
+                raise invalid(parameter, "must be true or false", value)
         return StructuredOutputsConfig(**values)
 
 
 class AsyncEngineArgs(EngineArgs):
     """The same, by the name that callers of `AsyncLLM` use."""
-
-
-def _invalid(parameter: str, must: str, value: Any) -> VLLMValidationError:
-    return VLLMValidationError(
-        f"{parameter} {must}, got {value!r}", parameter=parameter, value=value
-    )
-
-
-def _check_choice(parameter: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        names = ", ".join(map(str, choices))
-        hint = did_you_mean(str(value), map(str, choices))
-        raise VLLMValidationError(
-            f"{parameter} must be one of {names}, got {value!r}{hint}",
-            parameter=parameter,
-            value=value,
-        )
-
-
-def _check_minimum(parameter: str, value: int | None, minimum: int) -> None:
-    if value is not None and value < minimum:
-        raise _invalid(parameter, f"must be at least {minimum}", value)
 
 
 def _check_override(override: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config.load import LOAD_FORMATS
 from vllm.config.model import LOGPROBS_MODES
 from vllm.config.scheduler import SCHEDULING_POLICIES
-from vllm.utils.argparse_utils import human_int, json_mapping
+from vllm.utils.argparse_utils import human_int, json_mapping, json_mapping_or_null
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -75,6 +75,14 @@ def add_engine_flags(
         "and disable_additional_properties; also dotted: "
         "--structured-outputs-config.backend xgrammar",
         type=json_mapping,
+        metavar="JSON",
+    )
+    group("SpeculativeConfig", "Who drafts, and how drafts are verified.").add(
+        "--speculative-config",
+        "JSON with the keys method (ngram, draft_model), num_speculative_tokens, "
+        "model, draft_sample_method, rejection_sample_method and others; null for "
+        "none; also dotted: --speculative-config.method ngram",
+        type=json_mapping_or_null,
         metavar="JSON",
     )
     _add_observability_flags(group("ObservabilityConfig", "What the engine tells."))

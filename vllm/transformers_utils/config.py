@@ -78,7 +78,7 @@ def load_hf_config(path: str) -> HfConfig:
         from vllm.transformers_utils.gguf_config import load_gguf_config
 
         return load_gguf_config(path)
-    return parse_hf_config(_read_json(path, "config.json"), f"{path}/config.json")
+    return parse_hf_config(read_json(path, "config.json"), f"{path}/config.json")
 
 
 def load_generation_config(path: str) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def load_generation_config(path: str) -> dict[str, Any]:
     if os.path.isfile(path):
         if not path.endswith(".json"):
             return {}
-        return _read_json(os.path.dirname(path), os.path.basename(path))
+        return read_json(os.path.dirname(path), os.path.basename(path))
     if not os.path.isdir(path):
         raise CheckpointError(f"{path}: no such file or directory")
     if not os.path.isfile(os.path.join(path, "generation_config.json")):
         return {}
-    return _read_json(path, "generation_config.json")
+    return read_json(path, "generation_config.json")
 
 
 def parse_hf_config(raw: dict[str, Any], where: str) -> HfConfig:
@@ -112,7 +112,7 @@ def parse_hf_config(raw: dict[str, Any], where: str) -> HfConfig:
         CheckpointError: a number is missing or wrong.
         UnsupportedError: the architecture, or a part of it, is not supported.
     """
-    fields = _Fields(raw, where)
+    fields = JsonFields(raw, where)
     architecture = _architecture(raw, where)
     _refuse_unsupported(raw, where)
     num_heads = fields.integer("num_attention_heads")
@@ -159,7 +159,7 @@ def parse_hf_config(raw: dict[str, Any], where: str) -> HfConfig:
     )
 
 
-class _Fields:
+class JsonFields:
     """A JSON object whose values are checked as they are read.
 
     Args:
@@ -171,6 +171,7 @@ class _Fields:
         self._where = where
 
     def error(self, name: str, reason: str) -> CheckpointError:
+        """Return the error that says what is wrong with the value of `name`."""
         value = self._raw.get(name)
         return CheckpointError(f"{self._where}: {name} {reason}, got {value!r:.80}")
 
@@ -254,9 +255,9 @@ def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{where}: rope_scaling must be an object")
-    fields = _Fields(given, f"{where}: rope_scaling")
+    fields = JsonFields(given, f"{where}: rope_scaling")
     theta = fields.number(
-        "rope_theta", _Fields(raw, where).number("rope_theta", 10000.0)
+        "rope_theta", JsonFields(raw, where).number("rope_theta", 10000.0)
     )
     for owner in (raw, given):
         if owner.get("partial_rotary_factor", 1.0) != 1.0:
@@ -288,7 +289,12 @@ def _torch_dtype(raw: dict[str, Any]) -> str:
     return name if name in SUPPORTED_DTYPES else "float32"
 
 
-def _read_json(folder: str, name: str) -> dict[str, Any]:
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """Return the JSON object that a model's file holds.
+
+    Raises:
+        CheckpointError: the file is not there, not readable or holds something else.
+    """
     path = os.path.join(folder, name)
     try:
         with open(path, encoding="utf-8") as file:

@@ -38,6 +38,15 @@ def json_mapping(text: str) -> dict[str, Any]:
     return value
 
 
+def json_mapping_or_null(text: str) -> dict[str, Any] | None:
+    """Read a JSON object, or null for none."""
+    return None if text == "null" else json_mapping(text)
+
+
+# What a dotted flag can set a key of.
+_JSON_TYPES = (json_mapping, json_mapping_or_null)
+
+
 class _HelpAction(argparse.Action):
     """`--help` shows the groups, `--help=TOPIC` what belongs to a topic."""
 
@@ -130,7 +139,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 rest.append(token)
                 continue
             action = self._flags().get(flag)
-            if action is None or action.type is not json_mapping:
+            if action is None or action.type not in _JSON_TYPES:
                 self.error(
                     f"unknown flag {name}{did_you_mean(flag, self._json_flags())}"
                 )

@@ -158,4 +158,16 @@ class ModelRunnerOutput:
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class DraftTokenIds:
+    """What the next step can verify, one list a request.
+
+    Args:
+        draft_token_ids: empty for a request that has not sampled.
+    """
+
+    req_ids: list[str]
+    draft_token_ids: list[list[int]]
+
+
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput([], {}, [])

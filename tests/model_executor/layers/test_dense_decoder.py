@@ -50,6 +50,31 @@ def test_taps_are_the_streams_that_enter_layers_in_the_asked_order(model, checkp
     torch.testing.assert_close(hidden_states, entering[3], rtol=1e-4, atol=1e-4)
 
 
+def test_taps_equal_what_forward_hooks_of_the_layers_see(model, checkpoint):
+    reference, outputs = checkpoint[1], {}
+    modules = {-1: reference.model.embed_tokens}
+    modules |= dict(enumerate(reference.model.layers))
+
+    def keep(layer_idx):
+        return lambda _module, _args, out: outputs.update({layer_idx: out})
+
+    handles = [m.register_forward_hook(keep(i)) for i, m in modules.items()]
+    try:
+        with torch.inference_mode():
+            reference(torch.tensor([TOKENS]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    # The output of layer i is the stream that enters layer i + 1.
+    drafters_ids = (-1, 0, 1)
+    model.set_aux_hidden_state_layers(tuple(i + 1 for i in drafters_ids))
+    _, taps = Session(model).forward(TOKENS)
+    for layer_idx, tap in zip(drafters_ids, taps, strict=True):
+        expected = outputs[layer_idx]
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        torch.testing.assert_close(tap, expected.view(6, 64), rtol=1e-4, atol=1e-4)
+
+
 def test_taps_do_not_change_the_hidden_states(model):
     plain = Session(model).forward(TOKENS)
     model.set_aux_hidden_state_layers((1, 2))

@@ -90,3 +90,14 @@ def test_halves_of_each_head_are_rotated_in_place():
     assert q[0, :4].tolist() == pytest.approx(expected_q, abs=1e-6)
     assert q[0, 4:].tolist() == pytest.approx([0, c1, 0, s1], abs=1e-6)
     assert k[0].tolist() == pytest.approx([-s0, 0, c0, 0], abs=1e-6)
+
+
+def test_keys_alone_are_rotated_as_with_queries():
+    rotary = RotaryEmbedding(CONFIG, 8)
+    positions = torch.tensor([0, 3, 7])
+    # Columns of a wider tensor, as one product of several layers gives them.
+    wide = torch.randn(3, 16)
+    k, q = wide[:, :8].clone(), torch.randn(3, 8)
+    rotary(positions, q, k)
+    rotary.rotate_keys(positions, wide[:, :8])
+    assert torch.equal(wide[:, :8], k)

@@ -27,7 +27,7 @@ _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS = 32, 48, 4, 2, 16
 _MAX_STEPS = 5000
 
 
-def save_tiny_model(directory: Path) -> Path:
+def save_tiny_model(directory: Path, seed: int = 0) -> Path:
     """Write a Llama checkpoint with a byte-level tokenizer.
 
     The padded ids at the end of the vocabulary have one embedding, as in many real
@@ -35,7 +35,7 @@ def save_tiny_model(directory: Path) -> Path:
     NaN for logits; the head can say it as any other.
     """
     vocab_size = make_tokenizer().get_vocab_size() + NUM_PADDED_IDS
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.empty(shape).normal_(0.0, 0.3, generator=generator)

@@ -55,10 +55,25 @@ class Attention(Layer):
         out = q.new_empty(num_tokens, self.num_heads, self.head_size)
         if metadata is None:
             return out.zero_().view(num_tokens, -1)
+        self.store(k, v)
         kv_cache = context.kv_caches[self.layer_name]
-        kv_shape = (num_tokens, self.num_kv_heads, self.head_size)
-        self.backend.write_kv_cache(
-            k.view(kv_shape), v.view(kv_shape), kv_cache, metadata.slot_mapping
-        )
         self.backend.attend(q.view(out.shape), kv_cache, metadata, self.scale, out)
         return out.view(num_tokens, -1)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys and values to the slots that the forward context names.
+
+        Args:
+            k: [T, num_kv_heads * head_size], rows possibly strided.
+            v: as k.
+        """
+        context = get_forward_context()
+        if context.attn_metadata is None:
+            return
+        kv_shape = (k.shape[0], self.num_kv_heads, self.head_size)
+        self.backend.write_kv_cache(
+            k.view(kv_shape),
+            v.view(kv_shape),
+            context.kv_caches[self.layer_name],
+            context.attn_metadata.slot_mapping,
+        )

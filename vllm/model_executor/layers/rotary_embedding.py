@@ -42,6 +42,17 @@ class RotaryEmbedding(Layer):
         """
         ops.rotary_embedding(positions, q, k, self.cos_sin_cache, self.head_dim)
 
+    def rotate_keys(self, positions: torch.Tensor, k: torch.Tensor) -> None:
+        """Rotate keys that have no queries, in place.
+
+        Args:
+            positions: [T] int64.
+            k: [T, num_kv_heads * head_dim], rows possibly strided.
+        """
+        # The operator wants both; one head of zeros stays zeros.
+        no_queries = k.new_zeros(k.shape[0], self.head_dim)
+        self(positions, no_queries, k)
+
 
 def build_cos_sin_cache(config: HfConfig, num_positions: int) -> torch.Tensor:
     """Return [num_positions, head_dim] float32: cosines of each angle, then sines.

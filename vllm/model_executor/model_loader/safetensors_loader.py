@@ -35,6 +35,24 @@ def load_safetensors(folder: str, slots: WeightSlots, show_progress: bool) -> No
     slots.check_all_taken(folder)
 
 
+def list_tensor_names(folder: str) -> set[str]:
+    """Return the names of all tensors in a directory.
+
+    Raises:
+        CheckpointError: there are no weights, or a file is damaged.
+        UnsupportedError: the weights are in another format.
+    """
+    names: set[str] = set()
+    for file_name in _find_files(folder):
+        path = os.path.join(folder, file_name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, error) from None
+    return names
+
+
 def _find_files(folder: str) -> dict[str, set[str]]:
     """Return file name -> the tensors that the index says are in it."""
     if os.path.isfile(os.path.join(folder, _INDEX)):
@@ -86,20 +104,28 @@ def _load_file(path: str, expected: set[str], slots: WeightSlots) -> None:
                 if not _is_ignored(name, slots):
                     _load_tensor(name, file.get_tensor(name), path, slots)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path}: is truncated or damaged: {error}; download it again"
-        ) from None
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: is truncated or damaged: {error}; download it again"
+    )
 
 
 def _load_tensor(
     name: str, tensor: torch.Tensor, path: str, slots: WeightSlots
 ) -> None:
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+    is_weight = tensor.is_floating_point() and tensor.dtype.itemsize >= 2
+    if not is_weight and not slots.is_table(name):
         raise UnsupportedError(
             f"{path}: tensor {name} is quantised ({tensor.dtype}), which is not "
             "supported"
         )
-    slots.take(name, tuple(tensor.shape), path).copy_(tensor)
+    slot = slots.take(name, tuple(tensor.shape), path)
+    if is_weight != slot.is_floating_point():
+        raise CheckpointError(f"{path}: tensor {name} holds {tensor.dtype}")
+    slot.copy_(tensor)
 
 
 def _is_ignored(name: str, slots: WeightSlots) -> bool:

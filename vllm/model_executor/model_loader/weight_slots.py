@@ -37,6 +37,10 @@ class WeightSlots:
         """Yield the slots that are not taken yet, in the model's order."""
         return iter(tuple(self._free.items()))
 
+    def is_table(self, name: str) -> bool:
+        """Whether the place holds integers or truth values, not weights."""
+        return name in self._free and not self._free[name].is_floating_point()
+
     def take(
         self, name: str, shape: tuple[int, ...], where: str, shown: str = ""
     ) -> torch.Tensor:

@@ -108,6 +108,11 @@ class EngineCore:
         grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
         model_output = self.executor.sample_tokens(grammar_output)
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        drafts = self.executor.take_draft_token_ids()
+        if drafts is not None:
+            self.scheduler.update_draft_token_ids(
+                drafts.req_ids, drafts.draft_token_ids
+            )
         if rejected:
             outputs.outputs = [*rejected, *outputs.outputs]
         return outputs

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 
 class Executor(ABC):
@@ -53,6 +53,10 @@ class Executor(ABC):
     @abstractmethod
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample from the forward pass that `execute_model` has run."""
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the last step proposed; None if there are none."""
+        return None
 
     @abstractmethod
     def shutdown(self) -> None:

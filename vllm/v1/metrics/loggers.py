@@ -8,6 +8,7 @@ from collections.abc import Callable
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
 logger = init_logger(__name__)
 
@@ -85,6 +86,7 @@ class LoggingStatLogger(StatLoggerBase):
         self._num_generation_tokens = 0
         self._scheduler_stats = SchedulerStats()
         self._hit_rate = PrefixCacheHitRate()
+        self._spec_decoding = SpecDecodingLogging()
         self._was_idle = True
 
     def record(
@@ -98,6 +100,8 @@ class LoggingStatLogger(StatLoggerBase):
         if scheduler_stats is not None:
             self._hit_rate.observe(scheduler_stats.prefix_cache_stats)
             self._scheduler_stats = scheduler_stats
+            if scheduler_stats.spec_decoding_stats is not None:
+                self._spec_decoding.observe(scheduler_stats.spec_decoding_stats)
 
     def log(self) -> None:
         now = self._clock()
@@ -130,6 +134,7 @@ class LoggingStatLogger(StatLoggerBase):
             stats.kv_cache_usage * 100,
             self._hit_rate.rate * 100,
         )
+        self._spec_decoding.log(seconds)
 
 
 class StatLoggerManager:

@@ -15,6 +15,7 @@ from vllm.v1.metrics.stats import (
     ParentRequestStats,
     SchedulerStats,
 )
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 PREFIX = "vllm:"
 
@@ -85,6 +86,7 @@ class PrometheusStatLogger(StatLoggerBase):
         self._families: dict[str, MetricWrapperBase] = {}
         unregister_vllm_metrics(self._registry)
         self._make_scheduler_metrics()
+        self._make_spec_decode_metrics(vllm_config.num_speculative_tokens)
         self._make_token_metrics()
         self._make_request_metrics(vllm_config.model_config.max_model_len)
 
@@ -95,6 +97,8 @@ class PrometheusStatLogger(StatLoggerBase):
     ) -> None:
         if scheduler_stats is not None:
             self._record_scheduler(scheduler_stats)
+            if scheduler_stats.spec_decoding_stats is not None:
+                self._record_spec_decode(scheduler_stats.spec_decoding_stats)
         if iteration_stats is None:
             return
         self._record_tokens(iteration_stats)
@@ -146,6 +150,38 @@ class PrometheusStatLogger(StatLoggerBase):
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens of a step", ITERATION_TOKENS_BUCKETS
         )
+
+    def _make_spec_decode_metrics(self, num_speculative_tokens: int) -> None:
+        if num_speculative_tokens == 0:
+            return
+        self._num_drafts = self._counter(
+            "spec_decode_num_drafts", "Proposals, one a request and step"
+        )
+        self._num_draft_tokens = self._counter(
+            "spec_decode_num_draft_tokens", "Drafts that were verified"
+        )
+        self._num_accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Drafts that were accepted"
+        )
+        self._num_accepted_tokens_per_pos = [
+            self._counter(
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Accepted drafts by place in the proposal",
+                position=str(position),
+            )
+            for position in range(num_speculative_tokens)
+        ]
+
+    def _record_spec_decode(self, stats: SpecDecodingStats) -> None:
+        self._num_drafts.inc(stats.num_drafts)
+        self._num_draft_tokens.inc(stats.num_draft_tokens)
+        self._num_accepted_tokens.inc(stats.num_accepted_tokens)
+        for counter, count in zip(
+            self._num_accepted_tokens_per_pos,
+            stats.num_accepted_tokens_per_pos,
+            strict=True,
+        ):
+            counter.inc(count)
 
     def _make_token_metrics(self) -> None:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")

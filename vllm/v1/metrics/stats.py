@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.outputs import RequestStateStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 if TYPE_CHECKING:
     # The messages hold SchedulerStats, so this module cannot import them for real.
@@ -47,6 +48,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     step_prompt_tokens: int = 0
     step_generation_tokens: int = 0
     num_corrupted_reqs: int = 0
+    spec_decoding_stats: SpecDecodingStats | None = None
 
 
 @dataclass(frozen=True)

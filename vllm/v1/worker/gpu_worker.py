@@ -8,7 +8,7 @@ from vllm.exceptions import UnsupportedError
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.warmup import warm_up
 
@@ -71,6 +71,10 @@ class Worker:
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample the step that was executed last."""
         return self.model_runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the last step proposed; None if there are none."""
+        return self.model_runner.take_draft_token_ids()
 
     def shutdown(self) -> None:
         """Give the device's memory back."""

@@ -39,14 +39,29 @@ def int32(values, device):
 @gather
 def test_tokens_continue_where_the_computed_ones_end(impl, device):
     tokens = torch.arange(4 * 10, dtype=torch.int32, device=device).view(4, 10)
+    no_drafts = torch.empty(4, 0, dtype=torch.int64, device=device)
     input_ids, positions, seq_lens = impl(
-        tokens, int32([5, 0, 2, 7], device), int32([3, 2], device),
-        int32([0, 1, 4], device), 4,
+        tokens, int32([10] * 4, device), no_drafts, int32([5, 0, 2, 7], device),
+        int32([3, 2], device), int32([0, 1, 4], device), 4,
     )  # fmt: skip
     # Row 3 has 7 computed tokens and takes one, row 2 has 2 and takes three.
     assert input_ids.tolist() == [37, 22, 23, 24]
     assert positions.tolist() == [7, 2, 3, 4]
     assert seq_lens.tolist() == [8, 5]
+
+
+@gather
+def test_drafts_stand_behind_the_known_tokens(impl, device):
+    tokens = torch.arange(2 * 10, dtype=torch.int32, device=device).view(2, 10)
+    drafts = torch.tensor([[91, 92], [93, 94]], device=device)
+    input_ids, positions, seq_lens = impl(
+        tokens, int32([10, 6], device), drafts, int32([9, 5], device),
+        int32([1, 0], device), int32([0, 3, 4], device), 4,
+    )  # fmt: skip
+    # Row 1 knows 6 tokens: its last one and two drafts. Row 0 has none scheduled.
+    assert input_ids.tolist() == [15, 93, 94, 9]
+    assert positions.tolist() == [5, 6, 7, 9]
+    assert seq_lens.tolist() == [8, 10]
 
 
 @expand
@@ -104,7 +119,10 @@ def test_kernels_match_their_twins(num_reqs, device):
     rows = int32(generator.permutation(8)[:num_reqs], device)
     tokens = torch.randint(0, 100, (8, 40), dtype=torch.int32, device=device)
     num_computed = torch.randint(0, 20, (8,), dtype=torch.int32, device=device)
-    arguments = (tokens, num_computed, rows, layout.query_start_loc, layout.num_tokens)
+    total_len = num_computed + 2
+    drafts = torch.randint(0, 100, (8, 3), device=device)
+    where = (rows, layout.query_start_loc, layout.num_tokens)
+    arguments = (tokens, total_len, drafts, num_computed, *where)
     twin = ib._gather_inputs_torch(*arguments)
     for actual, expected in zip(
         ib._gather_inputs_triton(*arguments), twin, strict=True

@@ -4,7 +4,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 
 def test_a_row_is_reused_only_after_its_request_has_left(device):
-    states = RequestState(2, 8, device)
+    states = RequestState(2, 8, 0, device)
     first = states.add_request("a", 2, [1, 2], 0)
     second = states.add_request("b", 1, [3], 0)
     assert {first, second} == {0, 1}
@@ -13,13 +13,13 @@ def test_a_row_is_reused_only_after_its_request_has_left(device):
 
 
 def test_removing_an_unknown_request_does_nothing(device):
-    states = RequestState(1, 8, device)
+    states = RequestState(1, 8, 0, device)
     assert states.remove_request("never") is None
     assert states.add_request("a", 1, [1], 0) == 0
 
 
 def test_a_resumed_request_fills_its_row_with_all_known_tokens(device):
-    states = RequestState(2, 8, device)
+    states = RequestState(2, 8, 0, device)
     row = states.add_request("a", 2, [1, 2, 30, 40], 1)
     states.apply_staged_writes()
     assert states.all_token_ids.gpu[row, :4].tolist() == [1, 2, 30, 40]
@@ -29,7 +29,7 @@ def test_a_resumed_request_fills_its_row_with_all_known_tokens(device):
 
 
 def test_more_requests_than_rows_is_a_bug_that_is_told(device):
-    states = RequestState(1, 8, device)
+    states = RequestState(1, 8, 0, device)
     states.add_request("a", 1, [1], 0)
     with pytest.raises(AssertionError, match="more requests than rows"):
         states.add_request("b", 1, [1], 0)

@@ -93,6 +93,18 @@ def test_a_position_past_the_verified_rows_touches_nothing(impl, device):
 
 
 @both
+def test_a_chunk_is_reached_by_the_masks_of_its_own_rows(impl, device):
+    logits = torch.zeros(2, 5, device=device)
+    bitmask = torch.tensor(
+        [bits(0), bits(1), bits(2), bits(3)], dtype=torch.int32, device=device
+    )
+    mapping = torch.arange(4, dtype=torch.int32, device=device)
+    cu_num_logits = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
+    impl(logits, bitmask, mapping, cu_num_logits, 2, 1)
+    assert allowed(logits) == [[1], [2]]
+
+
+@both
 def test_the_last_token_of_a_word_has_a_bit_of_its_own(impl, device):
     logits = torch.zeros(1, 64, device=device)
     bitmask = torch.tensor(

@@ -40,6 +40,7 @@ _PLAIN = (
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
     "allowed_token_ids",
+    "num_speculative_tokens",
 )
 
 
@@ -180,6 +181,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: IntList | None = None
+    num_speculative_tokens: Int64 | None = None
     bad_words: StrList | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 
 class Scheduler:
@@ -88,6 +89,8 @@ class Scheduler:
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_corrupted_reqs = 0
+        self._num_speculative_tokens = vllm_config.num_speculative_tokens
+        self._spec_decoding_stats = self._new_spec_decoding_stats()
 
     def add_request(self, request: Request) -> None:
         """Let a request wait for its first step.
@@ -202,7 +205,9 @@ class Scheduler:
         """
         for req_id, drafts in zip(req_ids, draft_token_ids, strict=True):
             if req_id in self._sampled_req_ids and req_id in self.requests:
-                self.requests[req_id].spec_token_ids = drafts
+                request = self.requests[req_id]
+                cap = request.sampling_params.num_speculative_tokens
+                request.spec_token_ids = drafts if cap is None else drafts[:cap]
 
     def make_stats(self) -> SchedulerStats:
         """Return the gauges, and the counts since the last call."""
@@ -217,7 +222,9 @@ class Scheduler:
             step_prompt_tokens=self._num_prompt_tokens,
             step_generation_tokens=self._num_generation_tokens,
             num_corrupted_reqs=self._num_corrupted_reqs,
+            spec_decoding_stats=self._spec_decoding_stats,
         )
+        self._spec_decoding_stats = self._new_spec_decoding_stats()
         self._num_preempted = self._num_corrupted_reqs = 0
         self._num_prompt_tokens = self._num_generation_tokens = 0
         return stats
@@ -279,6 +286,11 @@ class Scheduler:
             ):
                 output.structured_output_request_ids.append(request_id)
 
+    def _new_spec_decoding_stats(self) -> SpecDecodingStats | None:
+        if self._num_speculative_tokens == 0:
+            return None
+        return SpecDecodingStats([0] * self._num_speculative_tokens)
+
     # What comes out of a step.
 
     def _update_request(
@@ -291,6 +303,8 @@ class Scheduler:
         batch_idx = result.req_id_to_index.get(request_id)
         token_ids = [] if batch_idx is None else result.sampled_token_ids[batch_idx]
         request.num_computed_tokens -= max(num_drafts + 1 - len(token_ids), 0)
+        if num_drafts > 0 and self._spec_decoding_stats is not None:
+            self._spec_decoding_stats.observe(num_drafts, max(len(token_ids) - 1, 0))
         is_first = request.num_output_tokens == 0
         commit = self._decide_commit(request, result, token_ids)
         if commit.num_kept < len(token_ids):

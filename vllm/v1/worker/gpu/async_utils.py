@@ -3,7 +3,12 @@
 import numpy as np
 import torch
 
-from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import (
+    DraftTokenIds,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+)
 
 
 class AsyncOutput:
@@ -79,4 +84,47 @@ class AsyncOutput:
                 self._req_ids[batch_idx]: int(num_nans[batch_idx])
                 for batch_idx in np.flatnonzero(num_nans)
             },
+        )
+
+
+class AsyncDrafts:
+    """A step's drafts on their way to the host, where masks are made for them.
+
+    Args:
+        req_ids: the requests of the step, in batch order.
+        token_ids: [num_reqs, num_speculative_tokens] int64, on the device.
+        num_drafts: [num_reqs] int32, on the device.
+        copy_stream: for the copies; None on a CPU, where a copy is a view.
+    """
+
+    def __init__(
+        self,
+        req_ids: list[str],
+        token_ids: torch.Tensor,
+        num_drafts: torch.Tensor,
+        copy_stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
+        self._req_ids = req_ids
+        # The device tensors must outlive the copies that read them.
+        self._sources = (token_ids, num_drafts)
+        self._event: torch.cuda.Event | None = None
+        if copy_stream is None:
+            self._token_ids, self._num_drafts = self._sources
+            return
+        copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copy_stream):
+            self._token_ids = token_ids.to("cpu", non_blocking=True)
+            self._num_drafts = num_drafts.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(copy_stream)
+
+    def get_output(self) -> DraftTokenIds:
+        """Wait for the copies and return the drafts."""
+        if self._event is not None:
+            self._event.synchronize()
+        counts = self._num_drafts.tolist()
+        rows = self._token_ids.tolist()
+        return DraftTokenIds(
+            self._req_ids,
+            [row[:count] for row, count in zip(rows, counts, strict=True)],
         )

@@ -53,15 +53,19 @@ class InputBatch:
 
 def gather_inputs(
     all_token_ids: torch.Tensor,
+    total_len: torch.Tensor,
+    draft_tokens: torch.Tensor,
     num_computed_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lay out the tokens that each request computes next.
+    """Lay out the tokens that each request computes next: known ones, then drafts.
 
     Args:
         all_token_ids: [max_num_reqs, max_model_len] int32.
+        total_len: [max_num_reqs] int32, known tokens.
+        draft_tokens: [max_num_reqs, num_speculative_tokens] int64.
         num_computed_tokens: [max_num_reqs] int32.
         idx_mapping: [num_reqs] int32.
         query_start_loc: [num_reqs + 1] int32.
@@ -74,12 +78,20 @@ def gather_inputs(
     """
     impl = _gather_inputs_triton if idx_mapping.is_cuda else _gather_inputs_torch
     return impl(
-        all_token_ids, num_computed_tokens, idx_mapping, query_start_loc, num_tokens
+        all_token_ids,
+        total_len,
+        draft_tokens,
+        num_computed_tokens,
+        idx_mapping,
+        query_start_loc,
+        num_tokens,
     )
 
 
 def _gather_inputs_torch(
     all_token_ids: torch.Tensor,
+    total_len: torch.Tensor,
+    draft_tokens: torch.Tensor,
     num_computed_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -91,12 +103,22 @@ def _gather_inputs_torch(
     # position = token row + (computed tokens - first token row of the request)
     shift = (num_computed - query_start_loc[:-1]).to(torch.int64)
     positions = torch.arange(num_tokens, device=idx_mapping.device) + shift[batch_idx]
-    input_ids = all_token_ids[idx_mapping[batch_idx], positions].to(torch.int64)
+    rows = idx_mapping[batch_idx]
+    max_draft = draft_tokens.shape[1] - 1
+    if max_draft < 0:
+        input_ids = all_token_ids[rows, positions].to(torch.int64)
+        return input_ids, positions, num_computed + query_lens
+    draft_idx = positions - total_len[rows]
+    known = all_token_ids[rows, torch.where(draft_idx < 0, positions, 0)]
+    drafts = draft_tokens[rows, draft_idx.clamp(0, max_draft)]
+    input_ids = torch.where(draft_idx < 0, known.to(torch.int64), drafts)
     return input_ids, positions, num_computed + query_lens
 
 
 def _gather_inputs_triton(
     all_token_ids: torch.Tensor,
+    total_len: torch.Tensor,
+    draft_tokens: torch.Tensor,
     num_computed_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -110,6 +132,9 @@ def _gather_inputs_triton(
     _gather_inputs_kernel[(num_reqs,)](
         all_token_ids,
         all_token_ids.stride(0),
+        total_len,
+        draft_tokens,
+        draft_tokens.shape[1],
         num_computed_tokens,
         idx_mapping,
         query_start_loc,
@@ -273,6 +298,9 @@ def _post_update_triton(
 def _gather_inputs_kernel(
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     all_token_ids_stride,
+    total_len_ptr,  # [max_num_reqs]
+    draft_tokens_ptr,  # [max_num_reqs, num_speculative_tokens]
+    num_speculative_tokens,
     num_computed_tokens_ptr,  # [max_num_reqs]
     idx_mapping_ptr,  # [num_reqs]
     query_start_loc_ptr,  # [num_reqs + 1]
@@ -288,12 +316,18 @@ def _gather_inputs_kernel(
     num_computed = tl.load(num_computed_tokens_ptr + req_state_idx)
     tl.store(seq_lens_ptr + batch_idx, num_computed + end - start)
     row_ptr = all_token_ids_ptr + req_state_idx * all_token_ids_stride
+    total_len = tl.load(total_len_ptr + req_state_idx)
+    draft_row_ptr = draft_tokens_ptr + req_state_idx * num_speculative_tokens
     for first in range(0, end - start, BLOCK_SIZE):
         local = first + tl.arange(0, BLOCK_SIZE)
         mask = local < end - start
         position = num_computed + local
-        token = tl.load(row_ptr + position, mask=mask, other=0)
-        tl.store(input_ids_ptr + start + local, token.to(tl.int64), mask=mask)
+        draft_idx = position - total_len
+        known = tl.load(row_ptr + position, mask=mask & (draft_idx < 0), other=0)
+        is_draft = mask & (draft_idx >= 0) & (draft_idx < num_speculative_tokens)
+        draft = tl.load(draft_row_ptr + draft_idx, mask=is_draft, other=0)
+        token = tl.where(draft_idx < 0, known.to(tl.int64), draft)
+        tl.store(input_ids_ptr + start + local, token, mask=mask)
         tl.store(positions_ptr + start + local, position.to(tl.int64), mask=mask)
 
 

@@ -14,11 +14,12 @@ from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOu
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
     LogprobsTensors,
     ModelRunnerOutput,
     SamplerOutput,
 )
-from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.async_utils import AsyncDrafts, AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import (
     allocate_kv_caches,
     build_attn_metadata,
@@ -36,6 +37,8 @@ from vllm.v1.worker.gpu.input_batch import (
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobs
 from vllm.v1.worker.gpu.sample.sampler import Sampler, SamplingRows
+from vllm.v1.worker.gpu.spec_decode.factory import make_speculator
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -66,7 +69,12 @@ class GPUModelRunner:
 
         self.num_bonus_tokens = num_bonus
         self.vocab_size = model_config.vocab_size
-        self.req_states = RequestState(max_num_reqs, model_config.max_model_len, device)
+        self.req_states = RequestState(
+            max_num_reqs,
+            model_config.max_model_len,
+            vllm_config.num_speculative_tokens,
+            device,
+        )
         self.sampler = Sampler(
             max_num_reqs,
             self.vocab_size,
@@ -90,24 +98,38 @@ class GPUModelRunner:
             vllm_config.cache_config.block_size,
             device,
         )
+        self.speculator = make_speculator(
+            vllm_config, self.req_states, self.sampler.states, self.block_table, device
+        )
+        self.rejection_sampler = RejectionSampler(
+            self.sampler, vllm_config.speculative_config
+        )
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._copy_stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._executed: _ExecutedStep | None = None
+        self._drafts: AsyncDrafts | None = None
 
     def load_model(self) -> None:
         """Build the model and read its weights."""
         self.model = load_model(self.vllm_config, self.device)
+        if self.speculator is not None:
+            self.speculator.load_model()
 
     def get_kv_cache_groups(self) -> tuple[KVCacheGroupSpec, ...]:
         """Return the layers that need a cache, grouped by block table."""
         block_size = self.vllm_config.cache_config.block_size
-        return group_kv_cache_specs(self.model.get_kv_cache_specs(block_size))
+        specs = self.model.get_kv_cache_specs(block_size)
+        if self.speculator is not None:
+            specs = specs | self.speculator.get_kv_cache_specs(block_size)
+        return group_kv_cache_specs(specs)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the paged cache."""
         dtype = config.kv_cache_groups[0].kv_cache_spec.dtype
         backend = get_attn_backend(self.device, dtype)
         self.kv_caches = allocate_kv_caches(config, backend, self.device)
+        if self.speculator is not None:
+            self.speculator.initialize_kv_cache(self.kv_caches)
 
     @torch.inference_mode()
     def profile_run(self) -> None:
@@ -145,7 +167,13 @@ class GPUModelRunner:
             batch.req_ids, sampler_output, prompt_logprobs, self._copy_stream
         )
         self._advance_rows(batch, sampler_output)
+        self._propose(batch, sampler_output, hidden_states)
         return output.get_output()
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the last step proposed; None if there are none."""
+        drafts, self._drafts = self._drafts, None
+        return None if drafts is None else drafts.get_output()
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         for req_id in (
@@ -207,11 +235,18 @@ class GPUModelRunner:
         num_scheduled_np = np.array(
             [num_scheduled[req_id] for req_id in req_ids], dtype=np.int32
         )
+        num_drafts_np = np.array(
+            [len(drafts.get(req_id, ())) for req_id in req_ids], dtype=np.int32
+        )
         num_computed_np = self._num_computed_tokens(scheduler_output, req_ids)
-        layout = self._build_layout(num_scheduled_np, num_computed_np, idx_mapping_np)
+        layout = self._build_layout(
+            num_scheduled_np, num_computed_np, num_drafts_np, idx_mapping_np
+        )
         idx_mapping = to_device(idx_mapping_np, self.device)
         input_ids, positions, seq_lens = gather_inputs(
             states.all_token_ids.gpu,
+            states.total_len.gpu,
+            states.draft_tokens,
             states.num_computed_tokens.gpu,
             idx_mapping,
             layout.query_start_loc,
@@ -246,20 +281,23 @@ class GPUModelRunner:
         self,
         num_scheduled_np: np.ndarray,
         num_computed_np: np.ndarray,
+        num_drafts_np: np.ndarray,
         idx_mapping_np: np.ndarray,
     ) -> BatchLayout:
         # A chunk that ends before the last known token samples nothing.
         prefill_len = self.req_states.prefill_len.np[idx_mapping_np]
         is_sampling = num_computed_np + num_scheduled_np >= prefill_len
-        cu_num_logits_np = prefix_sum(is_sampling * self.num_bonus_tokens)
+        num_rows = np.where(is_sampling, num_drafts_np + self.num_bonus_tokens, 0)
+        cu_num_logits_np = prefix_sum(num_rows)
+        num_drafts = int(num_drafts_np.sum())
         return BatchLayout(
             cu_num_logits_np=cu_num_logits_np,
             cu_num_logits=to_device(cu_num_logits_np, self.device),
             query_start_loc=to_device(prefix_sum(num_scheduled_np), self.device),
             num_scheduled_tokens_np=num_scheduled_np,
-            num_draft_tokens_per_req=None,
+            num_draft_tokens_per_req=num_drafts_np if num_drafts else None,
             num_bonus_tokens=self.num_bonus_tokens,
-            draft_budget=0,
+            draft_budget=num_drafts,
         )
 
     def _forward(
@@ -292,7 +330,24 @@ class GPUModelRunner:
                 req_ids=batch.req_ids,
                 grammar_output=grammar_output,
             )
-        return self.sampler(logits, rows, apply_grammar)
+        if batch.layout.num_scheduled_drafts == 0:
+            return self.sampler(logits, rows, apply_grammar)
+        draft_logits = None if self.speculator is None else self.speculator.draft_logits
+        return self.rejection_sampler(logits, rows, draft_logits, apply_grammar)
+
+    def _propose(
+        self,
+        batch: InputBatch,
+        sampler_output: SamplerOutput,
+        hidden_states: torch.Tensor,
+    ) -> None:
+        if self.speculator is None:
+            return
+        drafts = self.speculator.propose(batch, sampler_output, hidden_states)
+        self.req_states.draft_tokens[batch.idx_mapping.long()] = drafts.token_ids
+        self._drafts = AsyncDrafts(
+            batch.req_ids, drafts.token_ids, drafts.num_drafts, self._copy_stream
+        )
 
     def _compute_prompt_logprobs(
         self, batch: InputBatch, hidden_states: torch.Tensor

@@ -12,11 +12,16 @@ class RequestState:
     Args:
         max_num_reqs: rows.
         max_model_len: tokens of a row.
+        num_speculative_tokens: drafts of a row.
         device: where the arrays live.
     """
 
     def __init__(
-        self, max_num_reqs: int, max_model_len: int, device: torch.device
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        num_speculative_tokens: int,
+        device: torch.device,
     ) -> None:
         self.max_num_reqs = max_num_reqs
         self.req_id_to_index: dict[str, int] = {}
@@ -31,6 +36,10 @@ class RequestState:
         self.total_len = StagedWriteTensor(max_num_reqs, torch.int32, device)
         # Tokens whose KV is in the cache: device truth.
         self.num_computed_tokens = StagedWriteTensor(max_num_reqs, torch.int32, device)
+        # Of the last proposal: what the next step verifies behind the known tokens.
+        self.draft_tokens = torch.zeros(
+            (max_num_reqs, num_speculative_tokens), dtype=torch.int64, device=device
+        )
         # Tokens that were known when the row was filled; a step that reaches the last
         # of them samples.
         self.prefill_len = UvaBackedTensor(max_num_reqs, torch.int32, device)

@@ -48,15 +48,17 @@ class StructuredOutputsWorker:
         layout: BatchLayout,
         req_ids: list[str],
         grammar_output: GrammarOutput,
+        first_logit_idx: int = 0,
     ) -> None:
         """Set to -inf what the grammars do not allow; other requests' rows stay.
 
         Args:
-            logits: [num_logits, vocab_size] float32 in the verified layout, changed in
-                place.
+            logits: [num_logits, vocab_size] float32, consecutive rows of the verified
+                layout, changed in place.
             layout: of the step.
             req_ids: [num_reqs] in batch order.
             grammar_output: the masks, in the scheduled layout.
+            first_logit_idx: which row of the step row 0 of the logits is.
         """
         mapping = _build_grammar_mapping(
             req_ids,
@@ -80,6 +82,7 @@ class StructuredOutputsWorker:
             self._mapping.copy_to_device(num_masks),
             layout.cu_num_logits,
             self._mask_stride,
+            first_logit_idx,
         )
 
 
@@ -89,6 +92,7 @@ def apply_grammar_bitmask(
     mapping: torch.Tensor,
     cu_num_logits: torch.Tensor,
     mask_stride: int,
+    first_logit_idx: int = 0,
 ) -> None:
     """Set to -inf, in the rows that exist, every token whose bit is 0.
 
@@ -99,11 +103,13 @@ def apply_grammar_bitmask(
             the request's verified rows is inactive.
         cu_num_logits: [num_reqs + 1] int32, verified rows.
         mask_stride: positions that a request can have.
+        first_logit_idx: which row of the step row 0 of the logits is; masks of rows
+            that are not among them are inactive.
     """
     impl = _apply_grammar_bitmask_triton
     if not logits.is_cuda:
         impl = _apply_grammar_bitmask_torch
-    impl(logits, bitmask, mapping, cu_num_logits, mask_stride)
+    impl(logits, bitmask, mapping, cu_num_logits, mask_stride, first_logit_idx)
 
 
 def _build_grammar_mapping(
@@ -147,12 +153,15 @@ def _apply_grammar_bitmask_torch(
     mapping: torch.Tensor,
     cu_num_logits: torch.Tensor,
     mask_stride: int,
+    first_logit_idx: int = 0,
 ) -> None:
     """The meaning of the kernel below, and the CPU path."""
     batch_idx = mapping // mask_stride
     logit_idx = cu_num_logits[batch_idx] + mapping % mask_stride
     is_active = logit_idx < cu_num_logits[batch_idx + 1]
-    rows = torch.where(is_active, logit_idx, -1).to(torch.int32)
+    row = logit_idx - first_logit_idx
+    is_active &= (row >= 0) & (row < logits.shape[0])
+    rows = torch.where(is_active, row, -1).to(torch.int32)
     ops.apply_bitmask(logits, bitmask, rows)
 
 
@@ -162,9 +171,10 @@ def _apply_grammar_bitmask_triton(
     mapping: torch.Tensor,
     cu_num_logits: torch.Tensor,
     mask_stride: int,
+    first_logit_idx: int = 0,
 ) -> None:
     num_masks = bitmask.shape[0]
-    vocab_size = logits.shape[1]
+    num_logits, vocab_size = logits.shape
     block_size = min(8192, triton.next_power_of_2(vocab_size))
     _apply_grammar_bitmask_kernel[(num_masks, triton.cdiv(vocab_size, block_size))](
         logits,
@@ -174,6 +184,8 @@ def _apply_grammar_bitmask_triton(
         mapping,
         cu_num_logits,
         mask_stride,
+        first_logit_idx,
+        num_logits,
         vocab_size,
         BLOCK_SIZE=block_size,
     )
@@ -188,6 +200,8 @@ def _apply_grammar_bitmask_kernel(
     mapping_ptr,  # [num_masks]
     cu_num_logits_ptr,  # [num_reqs + 1]
     mask_stride,
+    first_logit_idx,
+    num_logits,
     vocab_size,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -198,6 +212,9 @@ def _apply_grammar_bitmask_kernel(
     logit_idx = tl.load(cu_num_logits_ptr + batch_idx).to(tl.int64) + key % mask_stride
     # This position is not verified in this step: its row is another request's.
     if logit_idx >= tl.load(cu_num_logits_ptr + batch_idx + 1):
+        return
+    logit_idx -= first_logit_idx
+    if (logit_idx < 0) | (logit_idx >= num_logits):
         return
     token_ids = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     in_vocab = token_ids < vocab_size

@@ -15,7 +15,7 @@ VOCAB_SIZE = 8
 
 
 def _masked(
-    impl, requests, rows, device, local_pos=None, input_ids=None
+    impl, requests, rows, device, local_pos=None, input_ids=None, first=0
 ) -> list[list[int]]:
     """Return the masked tokens of each row; a request is (words, prompt, output)."""
     state = BadWordsState(len(requests), device)
@@ -39,6 +39,7 @@ def _masked(
         torch.tensor(input_ids or [0] * len(rows), device=device),
         all_token_ids,
         state,
+        first,
     )
     return [row.nonzero().flatten().tolist() for row in logits.isneginf()]
 
@@ -71,6 +72,13 @@ def test_a_row_sees_the_drafts_before_it(impl, device):
         impl, requests, [0] * 4, device, local_pos=[0, 1, 2, 3], input_ids=[1, 2, 3, 5]
     )
     assert masked == [[], [3], [4], [6]]
+
+
+@both
+def test_a_chunk_sees_the_drafts_that_stand_before_it(impl, device):
+    requests = [([[1, 2, 3], [2, 3, 4], [5, 6]], [0], [1])]
+    chunk = {"local_pos": [2, 3], "input_ids": [1, 2, 3, 5], "first": 2}
+    assert _masked(impl, requests, [0] * 2, device, **chunk) == [[4], [6]]
 
 
 @both

@@ -48,7 +48,7 @@ class Rows:
         self.all_token_ids = self.all_token_ids.to(device)
         self.state.apply_staged_writes()
 
-    def apply(self, impl, logits, rows, local_pos=None, input_ids=None):
+    def apply(self, impl, logits, rows, local_pos=None, input_ids=None, first=0):
         local_pos = local_pos or [0] * len(rows)
         positions = [
             self.num_tokens[row] + place
@@ -63,6 +63,7 @@ class Rows:
             torch.tensor(input_ids or [0] * len(rows), device=self.device),
             self.all_token_ids,
             self.state,
+            first,
         )
         return logits.tolist()
 
@@ -132,6 +133,21 @@ def test_a_row_sees_the_drafts_before_it_and_no_others(impl, device):
         [0, -1, 0, 0, -1, 0],
         [0, -1, 0, 0, -2, 0],
     ]
+
+
+@every
+def test_a_chunk_sees_the_drafts_that_stand_before_it(impl, device):
+    params = [SamplingParams(frequency_penalty=1.0)]
+    step = Rows(params, [[0]], [[5]], device)
+    logits = step.apply(
+        impl,
+        [[0.0] * 6] * 2,
+        [0, 0],
+        local_pos=[2, 3],
+        input_ids=[5, 2, 3, 4],
+        first=2,
+    )
+    assert logits == [[0, 0, -1, -1, 0, -1], [0, 0, -1, -1, -1, -1]]
 
 
 @every

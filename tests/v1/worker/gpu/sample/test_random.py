@@ -9,6 +9,7 @@ from vllm.v1.worker.gpu.sample.random import (
     _noise_keys_triton,
     _philox_uniform_torch,
     _philox_uniform_triton,
+    draft_noise_keys,
     noise_keys,
     philox_uniform,
 )
@@ -40,9 +41,10 @@ def test_key_kernel_equals_its_twin(num_keys, device):
     bounds = (-(2**63), 2**63 - 1, (num_keys,))
     seeds = torch.randint(*bounds, generator=generator).to(device)
     positions = torch.arange(num_keys, device=device)
-    expected = _noise_keys_torch(seeds, positions, Purpose.ACCEPT)
-    actual = _noise_keys_triton(seeds, positions, Purpose.ACCEPT)
-    assert torch.equal(actual, expected)
+    for anchor_positions in (None, positions // 2):
+        expected = _noise_keys_torch(seeds, positions, Purpose.ACCEPT, anchor_positions)
+        actual = _noise_keys_triton(seeds, positions, Purpose.ACCEPT, anchor_positions)
+        assert torch.equal(actual, expected)
 
 
 def test_no_seed_position_or_purpose_shares_a_key(device):
@@ -50,6 +52,37 @@ def test_no_seed_position_or_purpose_shares_a_key(device):
     positions = torch.arange(50, device=device).repeat(20)
     keys = torch.cat([noise_keys(seeds, positions, purpose) for purpose in Purpose])
     assert len(keys.unique()) == 20 * 50 * len(Purpose)
+
+
+@pytest.mark.parametrize("impl", [_noise_keys_torch, _noise_keys_triton])
+def test_the_distance_to_the_anchor_lies_above_the_position(impl, device):
+    mask, golden_gamma = 2**64 - 1, 0x9E3779B97F4A7C15
+    stream = 1000 * 4 + Purpose.DRAFT + 1 + (3 << 40)
+    key = _mix64(_mix64((7 + golden_gamma) & mask) + stream * golden_gamma)
+    numbers = (_int64([value], device) for value in (7, 1000, 997))
+    seeds, positions, anchor_positions = numbers
+    actual = impl(seeds, positions, Purpose.DRAFT, anchor_positions).item()
+    assert actual % 2**64 == key
+
+
+def test_a_position_that_is_drafted_again_draws_afresh(device):
+    anchors = torch.arange(40, device=device).repeat_interleave(7)
+    positions = anchors + 1 + torch.arange(7, device=device).repeat(40)
+    seeds = torch.full_like(positions, 5)
+    drafting = noise_keys(seeds, positions, Purpose.DRAFT, anchors)
+    others = [noise_keys(seeds, positions, purpose).unique() for purpose in Purpose]
+    keys = torch.cat([drafting, *others])
+    assert len(keys.unique()) == len(keys)
+
+
+def test_a_coupled_draft_has_the_noise_of_the_targets_own_draw(device):
+    seeds, positions = _int64([5, 5], device), _int64([9, 9], device)
+    anchors = _int64([7, 7], device)
+    use_coupled = torch.tensor([True, False], device=device)
+    keys = draft_noise_keys(seeds, positions, anchors, use_coupled)
+    target = noise_keys(seeds, positions, Purpose.TARGET)
+    drafted = noise_keys(seeds, positions, Purpose.DRAFT, anchors)
+    assert keys.tolist() == [target[0].item(), drafted[1].item()]
 
 
 @pytest.mark.parametrize("num", [1, 1023, 1024, 2049])

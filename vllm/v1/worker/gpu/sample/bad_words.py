@@ -77,6 +77,7 @@ def apply_bad_words(
     input_ids: torch.Tensor,
     all_token_ids: torch.Tensor,
     state: BadWordsState,
+    first_logit_idx: int = 0,
 ) -> None:
     """Set to -inf the last token of each bad word whose prefix the output ends with.
 
@@ -89,10 +90,12 @@ def apply_bad_words(
         expanded_local_pos: [num_logits] int32, how many drafts of the request stand
             before the row in this step.
         positions: [num_logits] int64, absolute position of the token to sample.
-        input_ids: [num_logits] int64, the token that the model read at the row; where
-            the local position is above 0, the draft just before the token to sample.
+        input_ids: of all rows of the step, int64, the token that the model read at the
+            row; where the local position is above 0, the draft just before the token to
+            sample.
         all_token_ids: [max_num_reqs, max_model_len] int32, committed tokens.
         state: the words.
+        first_logit_idx: which row of the step row 0 of the other arrays is.
     """
     impl = _apply_bad_words_triton if logits.is_cuda else _apply_bad_words_torch
     impl(
@@ -103,6 +106,7 @@ def apply_bad_words(
         input_ids,
         all_token_ids,
         state,
+        first_logit_idx,
     )
 
 
@@ -114,6 +118,7 @@ def _apply_bad_words_torch(
     input_ids: torch.Tensor,
     all_token_ids: torch.Tensor,
     state: BadWordsState,
+    first_logit_idx: int = 0,
 ) -> None:
     last_token_ids, prefix_lens, prefix_starts = state.words.values
     (prefix_token_ids,) = state.prefix_token_ids.values
@@ -132,7 +137,8 @@ def _apply_bad_words_torch(
     for distance in range(1, int(state.max_prefix_len_np.max()) + 1):
         is_compared = prefix_len >= distance
         is_draft = expanded_local_pos[logit_idx] >= distance
-        draft = input_ids[(logit_idx - distance + 1).clamp_(min=0)]
+        draft_idx = first_logit_idx + logit_idx - distance + 1
+        draft = input_ids[draft_idx.clamp_(min=0)]
         committed = all_token_ids[
             req_state_idx, (positions[logit_idx] - distance).clamp_(min=0)
         ]
@@ -150,6 +156,7 @@ def _apply_bad_words_triton(
     input_ids: torch.Tensor,
     all_token_ids: torch.Tensor,
     state: BadWordsState,
+    first_logit_idx: int = 0,
 ) -> None:
     last_token_ids, prefix_lens, prefix_starts = state.words.values
     (prefix_token_ids,) = state.prefix_token_ids.values
@@ -160,6 +167,7 @@ def _apply_bad_words_triton(
         expanded_local_pos,
         positions,
         input_ids,
+        first_logit_idx,
         all_token_ids,
         all_token_ids.stride(0),
         state.words.starts.gpu,
@@ -180,7 +188,8 @@ def _bad_words_kernel(
     expanded_idx_mapping_ptr,  # [num_logits]
     expanded_local_pos_ptr,  # [num_logits]
     positions_ptr,  # [num_logits]
-    input_ids_ptr,  # [num_logits]
+    input_ids_ptr,  # of the whole step
+    first_logit_idx,
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     all_token_ids_stride,
     word_starts_ptr,  # [max_num_reqs]
@@ -208,11 +217,12 @@ def _bad_words_kernel(
         + tl.load(prefix_starts_ptr + word_idx)
     )
     local_pos = tl.load(expanded_local_pos_ptr + logit_idx)
+    read_ptr = input_ids_ptr + first_logit_idx + logit_idx
     committed_ptr = all_token_ids_ptr + req_state_idx * all_token_ids_stride + position
     num_equal = 0
     for distance in range(1, prefix_len + 1):
         if distance <= local_pos:
-            said = tl.load(input_ids_ptr + logit_idx - distance + 1).to(tl.int32)
+            said = tl.load(read_ptr - distance + 1).to(tl.int32)
         else:
             said = tl.load(committed_ptr - distance).to(tl.int32)
         expected = tl.load(prefix_ptr + prefix_len - distance)

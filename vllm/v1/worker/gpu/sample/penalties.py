@@ -103,6 +103,7 @@ def apply_penalties(
     input_ids: torch.Tensor,
     all_token_ids: torch.Tensor,
     state: PenaltiesState,
+    first_logit_idx: int = 0,
 ) -> None:
     """Lower the logits of tokens that were said before.
 
@@ -116,10 +117,12 @@ def apply_penalties(
         expanded_local_pos: [num_logits] int32, how many drafts of the request stand
             before the row in this step.
         positions: [num_logits] int64, absolute position of the token to sample.
-        input_ids: [num_logits] int64, the token that the model read at the row; where
-            the local position is above 0, the draft just before the token to sample.
+        input_ids: of all rows of the step, int64, the token that the model read at the
+            row; where the local position is above 0, the draft just before the token to
+            sample.
         all_token_ids: [max_num_reqs, max_model_len] int32, committed tokens.
         state: counts and penalties.
+        first_logit_idx: which row of the step row 0 of the other arrays is.
 
     Source: Keskar et al., arXiv:1909.05858 (repetition); the OpenAI API (the others).
     Twin: _apply_penalties_torch.
@@ -133,6 +136,7 @@ def apply_penalties(
         input_ids,
         all_token_ids,
         state,
+        first_logit_idx,
     )
 
 
@@ -166,13 +170,14 @@ def _apply_penalties_torch(
     input_ids: torch.Tensor,
     all_token_ids: torch.Tensor,
     state: PenaltiesState,
+    first_logit_idx: int = 0,
 ) -> None:
     """The meaning of the other two, over the whole vocabulary."""
     rows = expanded_idx_mapping
     counts = state.token_counts[rows]
     for distance in range(int(expanded_local_pos.max())):
         is_before = expanded_local_pos > distance
-        draft = input_ids.roll(distance).unsqueeze(1)
+        draft = input_ids.roll(distance)[first_logit_idx:][: len(rows)].unsqueeze(1)
         counts.scatter_add_(1, draft, 2 * is_before.to(counts.dtype).unsqueeze(1))
     num_in_output = counts >> 1
     repetition = state.repetition.gpu[rows].unsqueeze(1)
@@ -192,6 +197,7 @@ def _apply_penalties_sparse(
     input_ids: torch.Tensor,
     all_token_ids: torch.Tensor,
     state: PenaltiesState,
+    first_logit_idx: int = 0,
 ) -> None:
     """Go over the tokens that were said instead of the vocabulary: the CPU path."""
     logit_idx = state.is_used.gpu[expanded_idx_mapping].nonzero().squeeze(-1)
@@ -209,11 +215,13 @@ def _apply_penalties_sparse(
     distance = num_before[pair_row] - 1 - pair_place
     is_draft = distance < expanded_local_pos[owner]
     draft_pairs = is_draft.nonzero().squeeze(-1)
-    token_id[draft_pairs] = input_ids[owner[draft_pairs] - distance[draft_pairs]]
+    token_id[draft_pairs] = input_ids[
+        first_logit_idx + owner[draft_pairs] - distance[draft_pairs]
+    ]
     counts = state.token_counts[req_state_idx, token_id]
     for place in range(int(expanded_local_pos.max())):
         is_before = expanded_local_pos[owner] > place
-        draft = input_ids[(owner - place).clamp_(min=0)]
+        draft = input_ids[(first_logit_idx + owner - place).clamp_(min=0)]
         counts += 2 * (is_before & (draft == token_id)).to(counts.dtype)
 
     num_in_output = counts >> 1
@@ -250,6 +258,7 @@ def _apply_penalties_triton(
     input_ids: torch.Tensor,
     all_token_ids: torch.Tensor,
     state: PenaltiesState,
+    first_logit_idx: int = 0,
 ) -> None:
     num_logits, vocab_size = logits.shape
     block_size = 1024
@@ -259,6 +268,7 @@ def _apply_penalties_triton(
         expanded_idx_mapping,
         expanded_local_pos,
         input_ids,
+        first_logit_idx,
         state.token_counts,
         state.token_counts.stride(0),
         state.is_used.gpu,
@@ -296,7 +306,8 @@ def _penalties_kernel(
     logits_stride,
     expanded_idx_mapping_ptr,  # [num_logits]
     expanded_local_pos_ptr,  # [num_logits]
-    input_ids_ptr,  # [num_logits]
+    input_ids_ptr,  # of the whole step
+    first_logit_idx,
     token_counts_ptr,  # [max_num_reqs, vocab_size]
     token_counts_stride,
     is_used_ptr,  # [max_num_reqs]
@@ -322,7 +333,7 @@ def _penalties_kernel(
         other=0,
     )
     for distance in range(tl.load(expanded_local_pos_ptr + logit_idx)):
-        draft = tl.load(input_ids_ptr + logit_idx - distance)
+        draft = tl.load(input_ids_ptr + first_logit_idx + logit_idx - distance)
         counts += 2 * (token_id == draft).to(tl.int32)
     num_in_output = counts >> 1
     row_ptr = logits_ptr + logit_idx * logits_stride

@@ -15,6 +15,8 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _NUM_PURPOSES = 4
+# Positions lie far below 2**40 / _NUM_PURPOSES: the distances have the bits above.
+_DISTANCE_SHIFT = 40
 
 _WORD = 0xFFFFFFFF
 # Just under 2**-31: an integer below 2**31 never rounds up to 1.
@@ -31,7 +33,10 @@ class Purpose(IntEnum):
 
 
 def noise_keys(
-    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    anchor_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the Philox key of each draw: the only place that knows the rule.
 
@@ -39,14 +44,43 @@ def noise_keys(
         seeds: [n] int64, of the requests.
         positions: [n] int64, absolute position of the token that is being sampled.
         purpose: of the draws.
+        anchor_positions: [n] int64, below `positions`: where the last known token
+            stands when a draft is drawn. A position that is drafted again in a later
+            round draws afresh by it. None: the draw does not belong to a round.
 
     Returns:
-        [n] int64. For one seed, different (position, purpose) give different keys.
+        [n] int64. For one seed, different (position, purpose, distance to the anchor)
+        give different keys.
 
     Source: splitmix64, as in `vllm/utils/seeds.py`. Twin: _noise_keys_torch.
     """
     impl = _noise_keys_triton if seeds.is_cuda else _noise_keys_torch
-    return impl(seeds, positions, purpose)
+    return impl(seeds, positions, purpose, anchor_positions)
+
+
+def draft_noise_keys(
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    anchor_positions: torch.Tensor,
+    use_coupled: torch.Tensor,
+) -> torch.Tensor:
+    """Return the keys that drafts are drawn with.
+
+    A draft of a coupled request has the noise of the target's own draw at its position,
+    so that the two agree as often as they can. Any other draft shares no noise with
+    what judges it, nor with an earlier round.
+
+    Args:
+        seeds: [n] int64, of the requests.
+        positions: [n] int64, absolute position of the draft.
+        anchor_positions: [n] int64, of the last known token.
+        use_coupled: [n] bool.
+    """
+    return torch.where(
+        use_coupled,
+        noise_keys(seeds, positions, Purpose.TARGET),
+        noise_keys(seeds, positions, Purpose.DRAFT, anchor_positions),
+    )
 
 
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:
@@ -70,9 +104,14 @@ def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def _noise_keys_torch(
-    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    anchor_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     stream = positions * _NUM_PURPOSES + (int(purpose) + 1)
+    if anchor_positions is not None:
+        stream = stream + ((positions - anchor_positions) << _DISTANCE_SHIFT)
     return _mix64(_mix64(seeds + _GOLDEN_GAMMA) + stream * _GOLDEN_GAMMA)
 
 
@@ -122,13 +161,24 @@ def philox_uniform_at(keys: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
 
 
 def _noise_keys_triton(
-    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    anchor_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    # Without an anchor the token is its own: a distance of 0.
+    anchor_positions = positions if anchor_positions is None else anchor_positions
     keys = torch.empty_like(seeds)
     num_keys = seeds.shape[0]
     block_size = 128
     _noise_keys_kernel[(triton.cdiv(num_keys, block_size),)](
-        seeds, positions, keys, num_keys, int(purpose), BLOCK_SIZE=block_size
+        seeds,
+        positions,
+        anchor_positions,
+        keys,
+        num_keys,
+        int(purpose),
+        BLOCK_SIZE=block_size,
     )
     return keys
 
@@ -151,9 +201,9 @@ def _mix64_device(value):
 
 
 @triton.jit
-def _noise_key(seed, position, PURPOSE):
+def _noise_key(seed, position, anchor_position, PURPOSE):
     # The device's form of _noise_keys_torch: blocks of int64 in and out.
-    stream = position * 4 + (PURPOSE + 1)
+    stream = position * 4 + (PURPOSE + 1) + ((position - anchor_position) << 40)
     seed = _mix64_device(seed - 0x61C8864680B583EB)
     return _mix64_device(seed + stream * -0x61C8864680B583EB)
 
@@ -162,6 +212,7 @@ def _noise_key(seed, position, PURPOSE):
 def _noise_keys_kernel(
     seeds_ptr,  # [num_keys]
     positions_ptr,  # [num_keys]
+    anchor_positions_ptr,  # [num_keys]
     keys_ptr,  # [num_keys]
     num_keys,
     PURPOSE,
@@ -171,7 +222,9 @@ def _noise_keys_kernel(
     mask = key_idx < num_keys
     seed = tl.load(seeds_ptr + key_idx, mask=mask, other=0)
     position = tl.load(positions_ptr + key_idx, mask=mask, other=0)
-    tl.store(keys_ptr + key_idx, _noise_key(seed, position, PURPOSE), mask=mask)
+    anchor_position = tl.load(anchor_positions_ptr + key_idx, mask=mask, other=0)
+    key = _noise_key(seed, position, anchor_position, PURPOSE)
+    tl.store(keys_ptr + key_idx, key, mask=mask)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """From the logits of a step to its tokens: the effects in their order, and the draw."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -41,16 +41,20 @@ Effect = Callable[[torch.Tensor], None]
 class SamplingRows:
     """Which logit rows a step has, and what each of them may know of the past.
 
+    A chunk of a step is the same with fewer logit rows; what is a request's stays.
+
     Args:
         idx_mapping_np: [num_reqs] int32, batch_idx -> request state row, host.
         expanded_idx_mapping: [num_logits] int32, logit row -> request state row.
         expanded_local_pos: [num_logits] int32, place of the row within its request: how
             many drafts of this step stand before it.
         positions: [num_logits] int64, absolute position of the token to sample.
-        input_ids: [num_logits] int64, the token that the model read at the row; where
-            the local position is above 0, the draft just before the token to sample.
+        input_ids: of all rows of the step, int64, the token that the model read at the
+            row; where the local position is above 0, the draft just before the token to
+            sample. A chunk keeps them all: the drafts before a row may lie outside.
         all_token_ids: [max_num_reqs, max_model_len] int32, the committed tokens.
         layout: of the step's logit rows.
+        first_logit_idx: which row of the step the chunk begins with.
     """
 
     idx_mapping_np: np.ndarray
@@ -60,6 +64,7 @@ class SamplingRows:
     input_ids: torch.Tensor
     all_token_ids: torch.Tensor
     layout: BatchLayout
+    first_logit_idx: int = 0
 
     @property
     def num_reqs(self) -> int:
@@ -86,21 +91,31 @@ class SamplingRows:
             batch.layout,
         )
 
+    def chunk(self, start: int, end: int) -> "SamplingRows":
+        """Take the logit rows from `start` to before `end`."""
+        return replace(
+            self,
+            expanded_idx_mapping=self.expanded_idx_mapping[start:end],
+            expanded_local_pos=self.expanded_local_pos[start:end],
+            positions=self.positions[start:end],
+            first_logit_idx=self.first_logit_idx + start,
+        )
+
 
 @dataclass(frozen=True)
-class _LogprobRows:
+class LogprobRows:
     """The logit rows whose log-probabilities are wanted.
 
     Args:
         num_logprobs: candidates beside the sampled token, of the request with most.
         logit_idx: [n] int64, the rows; None: all of them.
-        cu_num_rows: [num_reqs + 1] boundaries of the requests among these rows; None:
-            one row a request.
+        cu_num_rows: [num_reqs + 1] boundaries of the requests among these rows, where
+            they are known; None: one row a request.
     """
 
     num_logprobs: int
     logit_idx: torch.Tensor | None
-    cu_num_rows: list[int] | None
+    cu_num_rows: list[int] | torch.Tensor | None
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Return the wanted rows of `values` [num_logits, ...]."""
@@ -142,7 +157,7 @@ class Sampler:
         self.min_tokens = MinTokensState(max_num_reqs, device)
         self.penalties = PenaltiesState(max_num_reqs, vocab_size, device)
         self.bad_words = BadWordsState(max_num_reqs, device)
-        self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        self.counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS
         self._device = device
 
     def add_request(
@@ -192,15 +207,18 @@ class Sampler:
         logits: torch.Tensor,
         rows: SamplingRows,
         apply_grammar: Effect | None = None,
+        *,
+        in_place: bool = False,
     ) -> torch.Tensor:
-        """Return a copy of the logits after every effect, ready for softmax and draw.
+        """Return the logits after every effect, ready for softmax and draw.
 
         Args:
-            logits: [num_logits, vocab_size] float32; not changed.
-            rows: of the step; a request may own several.
+            logits: [num_logits, vocab_size] float32.
+            rows: of the step, or a chunk of it; a request may own several.
             apply_grammar: masks what the grammars forbid, in place; None: no grammar.
+            in_place: whether to change `logits` instead of a copy.
         """
-        processed = logits.clone()
+        processed = logits if in_place else logits.clone()
         for effect in self._effects(rows, apply_grammar):
             effect(processed)
         return processed
@@ -226,11 +244,11 @@ class Sampler:
         if len(logits) == 0:
             return no_samples(rows.num_reqs, self._device)
         num_nans = None
-        if self._counts_nans:
+        if self.counts_nans:
             num_nans = spread_rows(
                 logits.isnan().sum(dim=-1, dtype=torch.int32), rows.layout, fill=0
             )
-        logprob_rows = self._find_logprob_rows(rows)
+        logprob_rows = self.find_logprob_rows(rows)
         effects = self._effects(rows, apply_grammar)
         scored = None
         if logprob_rows is not None and self.is_raw_mode:
@@ -261,6 +279,29 @@ class Sampler:
             logprobs_tensors,
             num_nans,
         )
+
+    def find_logprob_rows(self, rows: SamplingRows) -> LogprobRows | None:
+        """Return the rows whose log-probabilities somebody wants, None if nobody does.
+
+        Where only the device knows whose the rows are, all of them.
+        """
+        layout = rows.layout
+        num_logprobs = self.states.num_logprobs_np[rows.idx_mapping_np]
+        is_wanted = num_logprobs != NO_LOGPROBS
+        # A request with scheduled rows keeps at least one.
+        is_wanted &= np.diff(layout.cu_num_logits_np) > 0
+        if not is_wanted.any():
+            return None
+        widest = int(num_logprobs[is_wanted].max())
+        if not layout.is_exact_on_host:
+            return LogprobRows(widest, None, layout.cu_num_logits)
+        num_rows = np.diff(layout.verified_cu_num_logits_np)
+        boundaries = prefix_sum(num_rows * is_wanted).tolist()
+        if is_wanted.all():
+            has_one_row = layout.has_one_row_per_req
+            return LogprobRows(widest, None, None if has_one_row else boundaries)
+        logit_idx = np.flatnonzero(np.repeat(is_wanted, num_rows))
+        return LogprobRows(widest, to_device(logit_idx, self._device), boundaries)
 
     def post_update(
         self, idx_mapping: torch.Tensor, sampler_output: SamplerOutput
@@ -352,6 +393,7 @@ class Sampler:
                     input_ids=rows.input_ids,
                     all_token_ids=rows.all_token_ids,
                     state=self.penalties,
+                    first_logit_idx=rows.first_logit_idx,
                 )
             )
         if self.bad_words.is_used_np[rows.idx_mapping_np].any():
@@ -364,35 +406,17 @@ class Sampler:
                     input_ids=rows.input_ids,
                     all_token_ids=rows.all_token_ids,
                     state=self.bad_words,
+                    first_logit_idx=rows.first_logit_idx,
                 )
             )
         return effects
-
-    def _find_logprob_rows(self, rows: SamplingRows) -> _LogprobRows | None:
-        num_logprobs = self.states.num_logprobs_np[rows.idx_mapping_np]
-        is_wanted = num_logprobs != NO_LOGPROBS
-        if not is_wanted.any():
-            return None
-        cu_num_logits = rows.layout.verified_cu_num_logits_np
-        is_wanted &= np.diff(cu_num_logits) > 0
-        if not is_wanted.any():
-            return None
-        widest = int(num_logprobs[is_wanted].max())
-        if is_wanted.all():
-            return _LogprobRows(widest, None, None)
-        logit_idx = cu_num_logits[:-1][is_wanted].astype(np.int64)
-        return _LogprobRows(
-            widest,
-            to_device(logit_idx, self._device),
-            prefix_sum(is_wanted).tolist(),
-        )
 
     def _compute_logprobs(
         self,
         logits: torch.Tensor,
         sampled: torch.Tensor,
         rows: SamplingRows,
-        logprob_rows: _LogprobRows,
+        logprob_rows: LogprobRows,
     ) -> LogprobsTensors:
         chosen = self.states.chosen_token_ids
         has_chosen = chosen.lengths.np[rows.idx_mapping_np].any()

@@ -40,6 +40,9 @@ class SamplingStates:
         self.top_p = UvaBackedTensor(max_num_reqs, torch.float32, device)
         self.min_p = UvaBackedTensor(max_num_reqs, torch.float32, device)
         self.seeds = UvaBackedTensor(max_num_reqs, torch.int64, device)
+        # [max_num_reqs] bool: the request named its seed, so its drafts are verified by
+        # coupled sampling.
+        self.is_seeded = UvaBackedTensor(max_num_reqs, torch.bool, device)
         self.top_p.np[:] = 1.0
         self.num_logprobs_np = np.full(max_num_reqs, NO_LOGPROBS, dtype=np.int32)
         # Candidates that a request named itself.
@@ -61,6 +64,7 @@ class SamplingStates:
         self.seeds.np[req_state_idx] = (
             request_seed(self._engine_seed, req_id) if seed is None else seed
         )
+        self.is_seeded.np[req_state_idx] = seed is not None
         self._add_logprobs(req_state_idx, sampling_params)
         self._is_stale = True
 
@@ -97,12 +101,18 @@ class SamplingStates:
             self.top_p,
             self.min_p,
             self.seeds,
+            self.is_seeded,
         ):
             numbers.copy_to_device()
 
     def is_all_greedy(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether none of the requests needs noise."""
         return not self.temperature.np[idx_mapping_np].any()
+
+    def uses_standard_verification(self, idx_mapping_np: np.ndarray) -> bool:
+        """Whether a draft may be judged by more than equality with the target's."""
+        temperature = self.temperature.np[idx_mapping_np]
+        return bool(np.any((temperature != 0.0) & ~self.is_seeded.np[idx_mapping_np]))
 
     def uses_temperature(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a request divides its logits."""

@@ -1,0 +1,99 @@
+"""Features x drafters x conditions: speculation changes no token and no score."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1.e2e.test_feature_matrix import (
+    CONDITIONS,
+    REQUESTS,
+    TINY_POOL,
+    Outputs,
+    run_together,
+)
+from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model, visible
+from vllm import _custom_ops as ops
+
+pytestmark = pytest.mark.skipif(
+    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
+)
+
+# By their use: H accepts nearly all, P rolls back all the time.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    },
+    "H": {"method": "draft_model", "num_speculative_tokens": 3},
+    "H probabilistic": {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "draft_sample_method": "probabilistic",
+    },
+    "P": {"method": "draft_model", "num_speculative_tokens": 7},
+    "P probabilistic": {
+        "method": "draft_model",
+        "num_speculative_tokens": 2,
+        "draft_sample_method": "probabilistic",
+    },
+    "P, short context": {
+        "method": "draft_model",
+        "num_speculative_tokens": 3,
+        "max_model_len": 40,
+    },
+}
+
+
+def run_preempting(engine: TinyEngine) -> list[Outputs]:
+    rounds = run_together(engine)
+    assert engine.executor.resumed
+    return rounds
+
+
+RUNS = {
+    name: CONDITIONS[name]
+    for name in ("mixed batch", "chunks of 17", "warm prefix cache")
+} | {"preempting": (TINY_POOL, run_preempting)}
+
+
+@pytest.fixture(scope="module")
+def poor_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("poor"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, Any]:
+    alone = TinyEngine(model, enable_prefix_caching=False)
+    outputs = {
+        name: visible(alone.run([request])[0]) for name, request in REQUESTS.items()
+    }
+    alone.shutdown()
+    return outputs
+
+
+@pytest.mark.parametrize("condition", RUNS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_feature_means_what_it_means_without_drafts(
+    model: Path,
+    poor_drafter: Path,
+    expected: dict[str, Any],
+    drafter: str,
+    condition: str,
+):
+    config = dict(DRAFTERS[drafter])
+    if config["method"] == "draft_model":
+        config["model"] = str(model if drafter.startswith("H") else poor_drafter)
+    kwargs, run = RUNS[condition]
+    engine = TinyEngine(model, speculative_config=config, **kwargs)
+    rounds = run(engine)
+    engine.shutdown()
+    wrong = [
+        name
+        for outputs in rounds
+        for name, output in outputs.items()
+        if visible(output) != expected[name]
+    ]
+    assert wrong == []

@@ -1,0 +1,34 @@
+from vllm.v1.spec_decode import metrics
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
+
+
+def stats(*proposals: tuple[int, int]) -> SpecDecodingStats:
+    counts = SpecDecodingStats([0, 0, 0])
+    for num_drafts, num_accepted in proposals:
+        counts.observe(num_drafts, num_accepted)
+    return counts
+
+
+def test_accepted_tokens_by_position_sum_to_the_accepted_ones():
+    counts = stats((3, 2), (3, 0), (1, 1))
+    assert (counts.num_drafts, counts.num_draft_tokens) == (3, 7)
+    assert counts.num_accepted_tokens_per_pos == [2, 1, 0]
+    assert sum(counts.num_accepted_tokens_per_pos) == counts.num_accepted_tokens == 3
+
+
+def test_the_line_is_word_for_word_what_parsers_expect(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        metrics.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    line = SpecDecodingLogging()
+    line.observe(stats((3, 2)))
+    line.observe(stats((3, 1)))
+    line.log(2.0)
+    line.log(2.0)
+    assert lines == [
+        "SpecDecoding metrics: Mean acceptance length: 2.50, Accepted throughput: 1.50 "
+        "tokens/s, Drafted throughput: 3.00 tokens/s, Accepted: 3 tokens, Drafted: 6 "
+        "tokens, Per-position acceptance rate: 1.000, 0.500, 0.000, Avg Draft "
+        "acceptance rate: 50.0%"
+    ]

@@ -1,0 +1,48 @@
+"""Who drafts, how much, and how drafts are verified."""
+
+from dataclasses import dataclass, field
+
+from vllm.transformers_utils.config import HfConfig
+
+SPECULATIVE_METHODS = ("ngram", "draft_model")
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding, resolved.
+
+    Args:
+        method: one of SPECULATIVE_METHODS.
+        num_speculative_tokens: drafts that a request can have in one step.
+        model: the drafter's checkpoint, as a path; None for ngram.
+        draft_hf_config: the drafter's numbers; None for ngram.
+        max_model_len: positions up to which the drafter drafts.
+        draft_sample_method: greedy drafts are the drafter's argmax; probabilistic ones
+            are drawn from its distribution.
+        rejection_sample_method: standard keeps the target's distribution; synthetic
+            accepts by given rates, whatever the target says.
+        synthetic_acceptance_rates: for each position, the share of steps in which the
+            draft there is accepted; non-increasing.
+        prompt_lookup_min: shortest suffix that ngram looks for.
+        prompt_lookup_max: longest one; longer matches win.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    model: str | None = None
+    draft_hf_config: HfConfig | None = None
+    max_model_len: int = 0
+    draft_sample_method: str = "greedy"
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_rates: tuple[float, ...] = field(default=())
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
+
+    @property
+    def has_draft_distributions(self) -> bool:
+        """Whether a draft is drawn, so that its distribution decides about it."""
+        return (
+            self.method == "draft_model" and self.draft_sample_method == "probabilistic"
+        )

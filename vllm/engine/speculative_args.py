@@ -1,0 +1,196 @@
+"""From the keys of --speculative-config to a SpeculativeConfig."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config.speculative import (
+    DRAFT_SAMPLE_METHODS,
+    REJECTION_SAMPLE_METHODS,
+    SPECULATIVE_METHODS,
+)
+from vllm.engine.checks import check_choice, check_minimum, invalid
+from vllm.exceptions import UnsupportedError, VLLMValidationError
+from vllm.transformers_utils.config import HfConfig
+from vllm.utils.suggestions import did_you_mean
+
+_PREFIX = "speculative_config."
+_MAX_SPECULATIVE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """What a user can write."""
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    draft_sample_method: str = "greedy"
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_rates: list[float] | None = None
+    synthetic_acceptance_length: float | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    max_model_len: int | None = None
+
+
+def check_speculative_keys(values: dict[str, Any]) -> None:
+    """Check what can be checked without the models.
+
+    Raises:
+        VLLMValidationError: a key is unknown, missing or out of its bounds.
+    """
+    if not values:
+        return
+    known = [field.name for field in fields(_Keys)]
+    for key in values:
+        if key not in known:
+            raise VLLMValidationError(
+                f"unknown key {_PREFIX}{key}{did_you_mean(key, known)}",
+                parameter=_PREFIX + key,
+            )
+    keys = _Keys(**values)
+    check_choice(_PREFIX + "method", _method(keys), SPECULATIVE_METHODS)
+    check_choice(
+        _PREFIX + "draft_sample_method", keys.draft_sample_method, DRAFT_SAMPLE_METHODS
+    )
+    check_choice(
+        _PREFIX + "rejection_sample_method",
+        keys.rejection_sample_method,
+        REJECTION_SAMPLE_METHODS,
+    )
+    _check_integers(keys)
+    _check_lookup(keys)
+    _resolve_rates(keys)
+    if _method(keys) == "draft_model" and not isinstance(keys.model, str):
+        raise invalid(_PREFIX + "model", "must name the draft model", keys.model)
+
+
+def resolve_speculative_config(
+    values: dict[str, Any] | None, target: ModelConfig
+) -> SpeculativeConfig | None:
+    """Look at the drafter and decide what was left open; None: no speculation.
+
+    Raises:
+        VLLMValidationError: a key is wrong.
+        CheckpointError: the drafter is not there or damaged.
+        UnsupportedError: it does not fit the target.
+    """
+    if not values:
+        return None
+    check_speculative_keys(values)
+    keys = _Keys(**values)
+    assert keys.num_speculative_tokens is not None, "checked above"
+    path, draft_hf_config = None, None
+    draft_len = target.max_model_len
+    if _method(keys) == "draft_model":
+        from vllm.transformers_utils.config import load_hf_config
+        from vllm.transformers_utils.model_files import resolve_model_path
+
+        path = resolve_model_path(keys.model)
+        draft_hf_config = load_hf_config(path)
+        _check_vocabularies(draft_hf_config, target.hf_config)
+        draft_len = min(draft_len, draft_hf_config.max_position_embeddings)
+    lookup_min, lookup_max = _lookup(keys)
+    return SpeculativeConfig(
+        method=_method(keys) or "",
+        num_speculative_tokens=keys.num_speculative_tokens,
+        model=path,
+        draft_hf_config=draft_hf_config,
+        max_model_len=min(draft_len, keys.max_model_len or draft_len),
+        draft_sample_method=keys.draft_sample_method,
+        rejection_sample_method=keys.rejection_sample_method,
+        synthetic_acceptance_rates=_resolve_rates(keys),
+        prompt_lookup_min=lookup_min,
+        prompt_lookup_max=lookup_max,
+    )
+
+
+def _method(keys: _Keys) -> str | None:
+    if keys.method is None and keys.model is not None:
+        return "draft_model"
+    return keys.method
+
+
+def _check_integers(keys: _Keys) -> None:
+    for name in (
+        "num_speculative_tokens",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+        "max_model_len",
+    ):
+        value = getattr(keys, name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int)
+        ):
+            raise invalid(_PREFIX + name, "must be an integer", value)
+        check_minimum(_PREFIX + name, value, 1)
+    num_drafts = keys.num_speculative_tokens
+    if num_drafts is None or num_drafts > _MAX_SPECULATIVE_TOKENS:
+        raise invalid(
+            _PREFIX + "num_speculative_tokens",
+            f"must be from 1 to {_MAX_SPECULATIVE_TOKENS}",
+            num_drafts,
+        )
+
+
+def _lookup(keys: _Keys) -> tuple[int, int]:
+    """Return the shortest and the longest suffix; one alone sets both, else 5 and 5."""
+    longest = keys.prompt_lookup_max or keys.prompt_lookup_min or 5
+    return keys.prompt_lookup_min or longest, longest
+
+
+def _check_lookup(keys: _Keys) -> None:
+    shortest, longest = _lookup(keys)
+    if shortest > longest:
+        raise invalid(
+            _PREFIX + "prompt_lookup_min",
+            f"must be at most prompt_lookup_max ({longest})",
+            shortest,
+        )
+
+
+def _resolve_rates(keys: _Keys) -> tuple[float, ...]:
+    rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
+    num_drafts = keys.num_speculative_tokens or 0
+    is_synthetic = keys.rejection_sample_method == "synthetic"
+    if not is_synthetic:
+        if rates is not None or length is not None:
+            raise invalid(
+                _PREFIX + "rejection_sample_method",
+                "must be synthetic for acceptance rates or a length",
+                keys.rejection_sample_method,
+            )
+        return ()
+    if (rates is None) == (length is None):
+        raise invalid(
+            _PREFIX + "synthetic_acceptance_rates",
+            "or synthetic_acceptance_length must be given, and not both",
+            rates,
+        )
+    if length is not None:
+        if not isinstance(length, (int, float)) or not 1 <= length <= num_drafts + 1:
+            raise invalid(
+                _PREFIX + "synthetic_acceptance_length",
+                f"must be a number from 1 to {num_drafts + 1}",
+                length,
+            )
+        # As many certain acceptances as fit, then the fraction, then none.
+        return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(num_drafts))
+    assert rates is not None, "one of the two is given"
+    numbers = [r for r in rates if isinstance(r, (int, float)) and 0 <= r <= 1]
+    if len(numbers) != num_drafts or numbers != sorted(numbers, reverse=True):
+        raise invalid(
+            _PREFIX + "synthetic_acceptance_rates",
+            f"must be {num_drafts} non-increasing numbers in [0, 1]",
+            rates,
+        )
+    return tuple(float(rate) for rate in numbers)
+
+
+def _check_vocabularies(draft: HfConfig, target: HfConfig) -> None:
+    if draft.vocab_size != target.vocab_size:
+        raise UnsupportedError(
+            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the "
+            f"target of {target.vocab_size}: they must share one vocabulary"
+        )

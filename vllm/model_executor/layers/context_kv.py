@@ -1,0 +1,60 @@
+"""Keys and values of a drafter's context, of all its layers in one product."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.dense_decoder import SelfAttention
+from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.linear import Linear
+
+
+class ContextKV(Layer):
+    """Pushes fused target states through each layer's own k and v projections.
+
+    Made from loaded layers, before their weights are packed.
+
+    Args:
+        attentions: of the draft layers, all of one shape.
+    """
+
+    def __init__(self, attentions: Sequence[SelfAttention]) -> None:
+        super().__init__()
+        # A tuple, so that the layers are not registered a second time.
+        self.attentions = tuple(attentions)
+        q_size, kv_size, _ = self.attentions[0].split_sizes
+        self.kv_size = kv_size
+        projections = [attention.qkv_proj for attention in self.attentions]
+        # All keys before all values, so that one rotation takes all keys.
+        parts = [slice(q_size, q_size + kv_size), slice(q_size + kv_size, None)]
+        stacked = torch.cat([p.weight[part] for part in parts for p in projections])
+        biases = [
+            p.bias[part] for part in parts for p in projections if p.bias is not None
+        ]
+        self.proj = Linear(
+            stacked.shape[1],
+            {"context_kv": stacked.shape[0]},
+            bias=bool(biases),
+            dtype=stacked.dtype,
+            tied_weight=nn.Parameter(stacked, requires_grad=False),
+        )
+        if self.proj.bias is not None:
+            self.proj.bias.data = torch.cat(biases)
+
+    def forward(self, fused: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write keys and values to the slots that the forward context names.
+
+        Args:
+            fused: [T, hidden_size], the target's states after fusion.
+            positions: [T] int64, absolute, of the tokens that the states are of.
+        """
+        keys, values = self.proj(fused).chunk(2, dim=-1)
+        keys_of, values_of = keys.split(self.kv_size, 1), values.split(self.kv_size, 1)
+        for attention, k in zip(self.attentions, keys_of, strict=True):
+            if attention.k_norm is not None:
+                heads = k.unflatten(-1, (-1, attention.head_dim))
+                attention.k_norm.forward_in_place(heads)
+        self.attentions[0].rotary.rotate_keys(positions, keys)
+        for attention, k, v in zip(self.attentions, keys_of, values_of, strict=True):
+            attention.attn.store(k, v)

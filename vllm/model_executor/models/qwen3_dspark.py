@@ -1,0 +1,257 @@
+"""The DSpark drafter with layers like Qwen3's, or like Llama's.
+
+Source: "DSpark", arXiv:2607.05147. The target's states enter as keys and values only.
+"""
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.context_kv import ContextKV
+from vllm.model_executor.layers.dense_decoder import DecoderLayer, SelfAttention
+from vllm.model_executor.layers.draft_vocab import DraftVocab
+from vllm.model_executor.layers.dspark_heads import ConfidenceHead, MarkovHead
+from vllm.model_executor.layers.embedding import VocabEmbedding
+from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.transformers_utils.configs.dspark import DSparkConfig
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+
+class DSparkModel(Layer):
+    """Drafts a block of tokens in one pass, then corrects them from left to right.
+
+    R requests, K = `config.num_draft_tokens`, Q = `config.block_size`. A round is
+    `combine_hidden_states` and `write_context_kv` for the tokens that were verified,
+    `forward` for a block of every request, and for each draft k of the K in turn
+    `markov_embed`, `markov_bias` and a draw; `compute_confidence` when all are drawn,
+    or before: it never reads the draft that it judges.
+
+    Args:
+        config: of the drafter.
+        num_positions: absolute positions 0 .. num_positions - 1 are asked for; a block
+            that starts at the last position of the context reaches past it.
+        backend: attention on the model's device.
+        has_embedding: the checkpoint has a table of its own.
+        has_head: the checkpoint has an output layer of its own, or a vocabulary whose
+            layer is a part of the target's.
+        has_vocab_map: the checkpoint says which of the target's tokens it drafts.
+    """
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        num_positions: int,
+        backend: type[AttentionBackend],
+        dtype: torch.dtype,
+        *,
+        has_embedding: bool,
+        has_head: bool,
+        has_vocab_map: bool,
+    ) -> None:
+        super().__init__()
+        backbone = config.backbone
+        size, eps = backbone.hidden_size, backbone.rms_norm_eps
+        self.config = config
+        self.dtype = dtype
+        self.embed_tokens: VocabEmbedding | None = None
+        if has_embedding:
+            self.embed_tokens = VocabEmbedding(
+                backbone.vocab_size, size, "embed_tokens", dtype
+            )
+        taps_size = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = Linear(taps_size, {"fc": size}, bias=False, dtype=dtype)
+        self.hidden_norm = RMSNorm(size, eps, "hidden_norm", dtype)
+        rotary = RotaryEmbedding(backbone, num_positions)
+        # Named apart from the target's layers: the caches stand side by side.
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                backbone,
+                f"draft.layers.{layer_idx}",
+                rotary,
+                backend,
+                dtype,
+                has_qk_norm=backbone.architecture == "Qwen3ForCausalLM",
+            )
+            for layer_idx in range(backbone.num_hidden_layers)
+        )
+        self.norm = RMSNorm(size, eps, "norm", dtype)
+        self.lm_head: Linear | None = None
+        if has_head:
+            self.lm_head = Linear(
+                size, {"lm_head": config.draft_vocab_size}, bias=False, dtype=dtype
+            )
+        self.markov_head = MarkovHead(config, dtype) if config.markov_rank else None
+        self.confidence_head = (
+            ConfidenceHead(config) if config.enable_confidence_head else None
+        )
+        self.draft_vocab = (
+            DraftVocab(config.draft_vocab_size, backbone.vocab_size)
+            if has_vocab_map
+            else None
+        )
+        self.context_kv: ContextKV | None = None
+
+    @property
+    def attentions(self) -> list[SelfAttention]:
+        """The attention blocks, in the order of the layers."""
+        return [m for m in self.modules() if isinstance(m, SelfAttention)]
+
+    def process_weights_after_loading(
+        self, embed_tokens: VocabEmbedding, lm_head: Linear
+    ) -> None:
+        """Lay out the weights, then share what the checkpoint left to the target.
+
+        Args:
+            embed_tokens: the target's.
+            lm_head: the target's, laid out already.
+        """
+        self.context_kv = ContextKV(self.attentions)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.process_weights_after_loading()
+        self.embed_tokens = self.embed_tokens or embed_tokens
+        self.lm_head = self.lm_head or lm_head
+
+    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+        """Return what each attention layer stores, by the layer's name.
+
+        Args:
+            block_size: tokens a cache block.
+        """
+        return {
+            module.layer_name: FullAttentionSpec(
+                block_size, module.num_kv_heads, module.head_size, self.dtype
+            )
+            for module in self.modules()
+            if isinstance(module, Attention)
+        }
+
+    def combine_hidden_states(self, taps: list[torch.Tensor]) -> torch.Tensor:
+        """Fuse the target's states of each token.
+
+        Args:
+            taps: [T, target_hidden_size] each, in the order of `target_layer_ids`.
+
+        Returns:
+            [T, hidden_size], shared by all draft layers.
+        """
+        return self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
+
+    def write_context_kv(self, fused: torch.Tensor, positions: torch.Tensor) -> None:
+        """Append verified tokens to the draft cache, in the slots of the context.
+
+        Args:
+            fused: [T, hidden_size], from `combine_hidden_states`.
+            positions: [T] int64, absolute.
+        """
+        assert self.context_kv is not None, "weights are loaded"
+        self.context_kv(fused, positions)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run one block of every request over its context in the draft cache.
+
+        The block's own keys and values go to the slots after the context, where the
+        next tokens of the context overwrite them.
+
+        Args:
+            input_ids: [R * Q] int64, an anchor and then mask tokens.
+            positions: [R * Q] int64, absolute; p .. p + Q - 1 for an anchor at p.
+
+        Returns:
+            [R, K, hidden_size], the states that the drafts are read from.
+        """
+        metadata = get_forward_context().attn_metadata
+        assert metadata is None or not metadata.is_causal, "a block sees all of itself"
+        block_size = self.config.block_size
+        assert input_ids.shape[0] % block_size == 0, (
+            "blocks are run at the size they were trained at: verify less instead"
+        )
+        assert self.embed_tokens is not None, "weights are loaded"
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(positions, x, residual)
+        assert residual is not None, "a drafter has at least one layer"
+        self.norm.forward_with_residual(x, residual)
+        # Without drafts from the anchor's slot, its state predicts nothing.
+        first = block_size - self.config.num_draft_tokens
+        return x.view(-1, block_size, x.shape[-1])[:, first:]
+
+    def compute_base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [N, draft_vocab_size] float32, of states [N, hidden_size]."""
+        assert self.lm_head is not None, "weights are loaded"
+        return self.lm_head(hidden).float()
+
+    def initial_markov_state(
+        self, num_reqs: int, like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the Markov head's memory at a block's start.
+
+        Args:
+            like: a tensor of the dtype and device to make it in.
+        """
+        if self.markov_head is None:
+            return None
+        return self.markov_head.initial_state(num_reqs, like)
+
+    def markov_embed(self, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """Return [R, rank] of the target's ids [R] that precede a draft, if used."""
+        if self.markov_head is None:
+            return None
+        return self.markov_head.markov_w1(previous_ids)
+
+    def markov_bias(
+        self,
+        embedding: torch.Tensor | None,
+        hidden: torch.Tensor,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what the token before a draft adds to its logits, and the next state.
+
+        Args:
+            embedding: [R, rank], from `markov_embed`.
+            hidden: [R, hidden_size], the draft's.
+            state: from `initial_markov_state` or the draft before.
+
+        Returns:
+            bias: [R, draft_vocab_size] float32; None without such a head.
+            state: for the next draft.
+        """
+        if self.markov_head is None:
+            return None, None
+        return self.markov_head(embedding, hidden, state)
+
+    def compute_confidence(
+        self, hidden: torch.Tensor, embedding: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return calibrated logits of each draft's acceptance, given those before it.
+
+        Args:
+            hidden: [R, K, hidden_size].
+            embedding: [R, K, rank], of the token before each draft.
+
+        Returns:
+            [R, K] float32; None without such a head.
+        """
+        if self.confidence_head is None:
+            return None
+        return self.confidence_head(hidden, embedding)
+
+    def map_draft_to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's ids of draft ids, of the same shape."""
+        if self.draft_vocab is None:
+            return draft_ids
+        return self.draft_vocab.map_ids(draft_ids)
+
+    def map_logits_to_target(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return [N, vocab_size] of [N, draft_vocab_size]: -inf where none is drafted.
+
+        The draft distribution is the softmax of this, at the target's width.
+        """
+        if self.draft_vocab is None:
+            return logits
+        return self.draft_vocab.map_logits(logits)

@@ -1,0 +1,83 @@
+"""What speculation did: drafts offered, verified and accepted."""
+
+import msgspec
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class SpecDecodingStats(msgspec.Struct, array_like=True):
+    """Counts of one step, or of several.
+
+    Args:
+        num_drafts: proposals, one a request and step.
+        num_draft_tokens: drafts that were verified.
+        num_accepted_tokens: those of them that were accepted.
+        num_accepted_tokens_per_pos: by place in the proposal; as long as a proposal
+            can be.
+    """
+
+    num_accepted_tokens_per_pos: list[int]
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one request's proposal."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        for position in range(num_accepted_tokens):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    def add(self, other: "SpecDecodingStats") -> None:
+        """Count another step's too."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        for position, count in enumerate(other.num_accepted_tokens_per_pos):
+            self.num_accepted_tokens_per_pos[position] += count
+
+
+class SpecDecodingLogging:
+    """The periodic line about speculation; other programs parse it."""
+
+    def __init__(self) -> None:
+        self._stats: SpecDecodingStats | None = None
+
+    def observe(self, stats: SpecDecodingStats) -> None:
+        """Take one step's counts."""
+        if self._stats is None:
+            self._stats = SpecDecodingStats(
+                [0] * len(stats.num_accepted_tokens_per_pos)
+            )
+        self._stats.add(stats)
+
+    def log(self, seconds: float) -> None:
+        """Write what came together since the last call, if anything did.
+
+        Args:
+            seconds: since the last call.
+        """
+        stats, self._stats = self._stats, None
+        if stats is None or stats.num_drafts == 0:
+            return
+        rates = ", ".join(
+            f"{count / stats.num_drafts:.3f}"
+            for count in stats.num_accepted_tokens_per_pos
+        )
+        num_draft_tokens = max(stats.num_draft_tokens, 1)
+        logger.info(
+            "SpecDecoding metrics: Mean acceptance length: %.2f, "
+            "Accepted throughput: %.2f tokens/s, Drafted throughput: %.2f tokens/s, "
+            "Accepted: %d tokens, Drafted: %d tokens, "
+            "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            1 + stats.num_accepted_tokens / stats.num_drafts,
+            stats.num_accepted_tokens / seconds,
+            stats.num_draft_tokens / seconds,
+            stats.num_accepted_tokens,
+            stats.num_draft_tokens,
+            rates,
+            100 * stats.num_accepted_tokens / num_draft_tokens,
+        )

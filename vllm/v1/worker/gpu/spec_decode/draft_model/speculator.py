@@ -1,0 +1,195 @@
+"""A smaller model of the same vocabulary drafts token by token."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.model_executor.model_loader import load_model
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.gpu.batch_layout import prefix_sum
+from vllm.v1.worker.gpu.block_table import BlockTable
+from vllm.v1.worker.gpu.buffer_utils import to_device
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.draft_model.inputs import (
+    DraftInputs,
+    gather_committed_inputs,
+    gather_draft_inputs,
+)
+from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
+from vllm.v1.worker.gpu.spec_decode.speculator import Drafts, Speculator
+from vllm.v1.worker.gpu.states import RequestState
+
+# The cache's layers are named by both models; the drafter's get a name of their own.
+_LAYER_PREFIX = "draft_model."
+
+
+class DraftModelSpeculator(Speculator):
+    """Runs the drafter behind the target: over the step's tokens, then over its drafts.
+
+    Its KV lives in blocks of the same ids as the target's, so that a cached prefix has
+    both. A place where a draft was rejected is written again when its token is known.
+
+    Args:
+        vllm_config: of the engine.
+        req_states: the requests' tokens.
+        sampling_states: their temperatures and seeds.
+        block_table: of the target and the drafter.
+        device: where the drafter runs.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        req_states: RequestState,
+        sampling_states: SamplingStates,
+        block_table: BlockTable,
+        device: torch.device,
+    ) -> None:
+        config = vllm_config.speculative_config
+        assert config is not None, "a draft model needs a speculative_config"
+        assert config.model is not None, "a draft model needs a path"
+        assert config.draft_hf_config is not None, "a draft model needs its numbers"
+        self._config = config
+        self._draft_vllm_config = replace(
+            vllm_config,
+            model_config=replace(
+                vllm_config.model_config,
+                model=config.model,
+                hf_config=config.draft_hf_config,
+            ),
+            speculative_config=None,
+        )
+        self._req_states = req_states
+        self._block_table = block_table
+        self._device = device
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._sampler = DraftSampler(
+            config,
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.model_config.vocab_size,
+            sampling_states,
+            device,
+        )
+
+    @property
+    def draft_logits(self) -> torch.Tensor | None:
+        return self._sampler.draft_logits
+
+    def load_model(self) -> None:
+        self._model = load_model(self._draft_vllm_config, self._device)
+
+    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+        specs = self._model.get_kv_cache_specs(block_size)
+        return {_LAYER_PREFIX + name: spec for name, spec in specs.items()}
+
+    def initialize_kv_cache(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._kv_caches = {
+            name.removeprefix(_LAYER_PREFIX): cache
+            for name, cache in kv_caches.items()
+            if name.startswith(_LAYER_PREFIX)
+        }
+
+    def propose(
+        self,
+        batch: InputBatch,
+        sampler_output: SamplerOutput,
+        hidden_states: torch.Tensor,
+    ) -> Drafts:
+        """Draft for the requests that have sampled; fill the cache for the others."""
+        num_drafts = self._config.num_speculative_tokens
+        is_sampling_np = np.diff(batch.layout.cu_num_logits_np) > 0
+        hidden_states = self._run_committed(batch, is_sampling_np)
+        drafts = torch.full(
+            (batch.num_reqs, num_drafts), -1, dtype=torch.int64, device=self._device
+        )
+        counts = torch.from_numpy((is_sampling_np * num_drafts).astype(np.int32))
+        if is_sampling_np.any():
+            rows = to_device(np.flatnonzero(is_sampling_np), self._device)
+            drafts[rows] = self._draft(batch, rows, hidden_states[rows])
+        return Drafts(drafts, counts.to(self._device, non_blocking=True))
+
+    def _run_committed(
+        self, batch: InputBatch, is_sampling_np: np.ndarray
+    ) -> torch.Tensor:
+        """Compute the step's known tokens; return [num_reqs, hidden] of each last."""
+        layout = batch.layout
+        num_tokens_np = layout.num_scheduled_tokens_np + is_sampling_np
+        query_start_loc_np = prefix_sum(num_tokens_np)
+        max_seq_len = batch.max_seq_len + 1
+        states = self._req_states
+        blocks = self._block_table.gather(batch.idx_mapping, max_seq_len)
+        query_start_loc = to_device(query_start_loc_np, self._device)
+        inputs = gather_committed_inputs(
+            states.all_token_ids.gpu,
+            states.total_len.gpu,
+            batch.idx_mapping,
+            batch.positions[layout.query_start_loc[:-1].long()],
+            query_start_loc,
+            blocks,
+            self._block_table.block_size,
+            self._config.max_model_len,
+            int(query_start_loc_np[-1]),
+        )
+        hidden_states = self._forward(
+            inputs, query_start_loc, blocks, int(num_tokens_np.max()), max_seq_len
+        )
+        return hidden_states[inputs.last_token_idx]
+
+    def _draft(
+        self, batch: InputBatch, rows: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [len(rows), num_speculative_tokens] drafts of these requests."""
+        idx_mapping = batch.idx_mapping[rows]
+        anchor = self._req_states.total_len.gpu[idx_mapping].long() - 1
+        num_drafts = self._config.num_speculative_tokens
+        # A step commits at most its scheduled tokens' worth and one more.
+        max_seq_len = batch.max_seq_len + 1 + num_drafts
+        blocks = self._block_table.gather(idx_mapping, max_seq_len)
+        query_start_loc = torch.arange(
+            len(rows) + 1, dtype=torch.int32, device=self._device
+        )
+        drafts: list[torch.Tensor] = []
+        for step in range(num_drafts):
+            if step > 0:
+                inputs = gather_draft_inputs(
+                    drafts[-1],
+                    anchor + step,
+                    blocks,
+                    self._block_table.block_size,
+                    self._config.max_model_len,
+                )
+                hidden_states = self._forward(
+                    inputs, query_start_loc, blocks, 1, max_seq_len
+                )
+            logits = self._model.compute_logits(hidden_states)
+            drafts.append(self._sampler.sample(logits, idx_mapping, anchor, step))
+        return torch.stack(drafts, dim=1)
+
+    def _forward(
+        self,
+        inputs: DraftInputs,
+        query_start_loc: torch.Tensor,
+        blocks: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> torch.Tensor:
+        metadata = AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=inputs.seq_lens,
+            block_table=blocks,
+            slot_mapping=inputs.slot_mapping,
+            num_tokens=len(inputs.input_ids),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_size=self._block_table.block_size,
+        )
+        with set_forward_context(ForwardContext(metadata, self._kv_caches)):
+            hidden_states = self._model(inputs.input_ids, inputs.positions)
+        assert isinstance(hidden_states, torch.Tensor), "nobody has asked for taps"
+        return hidden_states

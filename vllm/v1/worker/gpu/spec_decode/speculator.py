@@ -1,0 +1,69 @@
+"""The interface of everything that drafts."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a speculator proposes for the next step, on the device.
+
+    Args:
+        token_ids: [num_reqs, num_speculative_tokens] int64; -1 past num_drafts.
+        num_drafts: [num_reqs] int32; 0 for a request that has not sampled.
+        confidence_probs: [num_reqs, num_speculative_tokens] float32, the probability
+            that a draft is accepted if those before it are, known before the draft is
+            drawn; None if the speculator has no idea.
+    """
+
+    token_ids: torch.Tensor
+    num_drafts: torch.Tensor
+    confidence_probs: torch.Tensor | None = None
+
+
+class Speculator(ABC):
+    """Proposes drafts for a batch of requests, without a wait for the device."""
+
+    @property
+    def draft_logits(self) -> torch.Tensor | None:
+        """[max_num_reqs, num_speculative_tokens, vocab_size] float32 by request row.
+
+        Of the last proposals, as the drafts were drawn from their softmax; None if
+        drafts are not drawn.
+        """
+        return None
+
+    def load_model(self) -> None:  # noqa: B027 - not every speculator has a model
+        """Read the weights; nothing to do for a speculator without any."""
+
+    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+        """Return layer name -> spec of the layers that need a cache of their own."""
+        return {}
+
+    def initialize_kv_cache(  # noqa: B027 - not every speculator has a cache
+        self, kv_caches: dict[str, torch.Tensor]
+    ) -> None:
+        """Take the caches of the layers above."""
+
+    @abstractmethod
+    def propose(
+        self,
+        batch: InputBatch,
+        sampler_output: SamplerOutput,
+        hidden_states: torch.Tensor,
+    ) -> Drafts:
+        """Draft what follows the tokens that the step has sampled.
+
+        The request rows are already advanced by them.
+
+        Args:
+            batch: of the step.
+            sampler_output: of the step.
+            hidden_states: [num_tokens, hidden_size] of the target.
+        """
