@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import types
@@ -93,3 +94,19 @@ def test_help_loads_neither_torch_nor_the_web_framework(argv):
         "sys.exit(any(name in sys.modules for name in ('torch', 'fastapi')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_reader_that_leaves_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = (
+        "import sys, types; from vllm.entrypoints.cli.main import run_command\n"
+        "talk = types.ModuleType('talk'); talk.run = lambda argv: print('word') or 0\n"
+        "sys.modules['talk'] = talk\n"
+        "sys.exit(run_command('vllm', {'talk': ('talk', 'say')}, ['talk']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, b"")

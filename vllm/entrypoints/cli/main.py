@@ -1,5 +1,6 @@
 """The `vllm` command: finds the subcommand, loads only that, and reports its errors."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -9,6 +10,8 @@ from vllm.exceptions import EngineDeadError, UnsupportedError, VLLMValidationErr
 from vllm.utils.suggestions import did_you_mean
 from vllm.version import __version__
 
+# What a shell says of a program that SIGPIPE has ended.
+_BROKEN_PIPE = 141
 # Name -> (module with a `run(argv) -> int`, what it does).
 COMMANDS = {
     "serve": ("vllm.entrypoints.cli.serve", "start an OpenAI-compatible server"),
@@ -53,9 +56,16 @@ def run_command(
         return _fail(str(error), 2)
     run: Callable[[Sequence[str]], int] = import_module(commands[name][0]).run
     try:
-        return run(argv[1:])
+        code = run(argv[1:])
+        sys.stdout.flush()
+        return code
     except VLLMValidationError as error:
         return _fail(str(error), 2)
+    except BrokenPipeError:
+        # Nobody reads the output any more, as in `vllm complete | head`. What is left in
+        # the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except (EngineDeadError, UnsupportedError, OSError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
