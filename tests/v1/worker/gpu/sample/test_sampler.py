@@ -301,6 +301,14 @@ def test_a_seeded_request_resumes_with_the_same_tokens(device):
     assert _tokens(step.run()) == _tokens(resumed.run())
 
 
+def test_a_bad_word_may_have_begun_before_the_request_was_preempted(device):
+    # Greedy on a row that likes token 4 best; the output so far ends with the prefix 3.
+    params = SamplingParams(temperature=0.0, bad_words_token_ids=[[3, 4]])
+    resumed = Step(device, params, output=(2, 3))
+    resumed.logits[0, 4] = 50.0
+    assert _tokens(resumed.run()) != [4]
+
+
 def test_nans_are_counted_where_asked(device, monkeypatch):
     params = [SamplingParams(**GREEDY)] * 3
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
