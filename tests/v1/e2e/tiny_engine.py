@@ -110,10 +110,13 @@ class TinyEngine:
     """An engine on the tiny model that runs lists of requests to their end."""
 
     def __init__(self, model: Path, **kwargs: Any) -> None:
-        defaults = {"max_logprobs": -1, "use_tqdm_on_load": False}
-        args = EngineArgs(
-            model=str(model), device="cpu", dtype="float32", **(defaults | kwargs)
-        )
+        defaults = {
+            "device": "cpu",
+            "dtype": "float32",
+            "max_logprobs": -1,
+            "use_tqdm_on_load": False,
+        }
+        args = EngineArgs(model=str(model), **(defaults | kwargs))
         self.executors: list[ProbedExecutor] = []
         self.engine = LLMEngine(
             args.create_engine_config(), executor_factory=self._make_executor
