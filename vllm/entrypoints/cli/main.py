@@ -62,7 +62,7 @@ def run_command(
     except VLLMValidationError as error:
         return _fail(str(error), 2)
     except BrokenPipeError:
-        # Nobody reads the output any more, as in `vllm complete | head`. What is left in
+        # Nobody reads on, as in `vllm complete | head`. What is left in
         # the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
