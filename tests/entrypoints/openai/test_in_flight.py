@@ -13,6 +13,7 @@ import pytest
 from tests.entrypoints.openai.fake_engine import FakeEngine, make_app
 from tests.entrypoints.openai.serving import call, read_events, run_server, wait_until
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineOverloadedError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -85,6 +86,13 @@ async def test_failure_before_the_first_token_is_a_status() -> None:
     )
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "regex"
+
+
+async def test_engine_without_room_is_503_and_says_why() -> None:
+    engine = FakeEngine(fails_after=0, error=EngineOverloadedError("no thread is free"))
+    response = await call(make_app(engine), COMPLETIONS, {"prompt": "a"})
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "no thread is free"
 
 
 async def test_failure_in_a_stream_is_an_event_before_done() -> None:

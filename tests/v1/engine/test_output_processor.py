@@ -7,7 +7,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.seeds import derive_seed
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineGenerateError, EngineOverloadedError
 from vllm.v1.engine.output_collector import RequestOutputCollector
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -141,6 +141,14 @@ def test_an_error_of_one_child_ends_its_siblings(processor):
     result = step(processor, first.request_id, [], FinishReason.ERROR, error="NaN")
     assert result.reqs_to_abort == [second.request_id]
     with pytest.raises(EngineGenerateError, match="NaN"):
+        collector.get_nowait()
+
+
+def test_an_engine_without_room_is_told_from_one_that_failed(processor):
+    collector = RequestOutputCollector(RequestOutputKind.DELTA)
+    add(processor, collector=collector)
+    step(processor, "r", [], FinishReason.ERROR, error="busy", is_overload=True)
+    with pytest.raises(EngineOverloadedError, match="busy"):
         collector.get_nowait()
 
 

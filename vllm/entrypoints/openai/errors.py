@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.limits import (
 )
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineOverloadedError
 
 logger = init_logger(__name__)
 
@@ -83,6 +84,8 @@ def error_from(exception: BaseException) -> ErrorInfo:
         return _validation_error(exception)
     if isinstance(exception, NotImplementedError):
         return ErrorInfo(_clip(str(exception)), "NotImplementedError", None, 501)
+    if isinstance(exception, EngineOverloadedError):
+        return ErrorInfo(_clip(str(exception)), "ServiceUnavailableError", None, 503)
     if isinstance(exception, EngineDeadError):
         return ErrorInfo("The engine has stopped", "InternalServerError", None, 503)
     logger.error("A request failed", exc_info=exception)

@@ -72,6 +72,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         num_cached_tokens: prompt tokens that came from the prefix cache.
         error: what went wrong, for the client; set with `FinishReason.ERROR`.
         is_client_error: the error is in the request (400), not in the engine (500).
+        is_overload: the engine has no room for the request now (503).
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     error_parameter: str | None = None
     is_client_error: bool = False
+    is_overload: bool = False
 
     @property
     def finished(self) -> bool:

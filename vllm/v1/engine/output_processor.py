@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.tokenizer import Tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineGenerateError, EngineOverloadedError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_collector import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -377,6 +377,8 @@ class OutputProcessor:
         error: Exception
         if output.is_client_error:
             error = VLLMValidationError(message, parameter=output.error_parameter)
+        elif output.is_overload:
+            error = EngineOverloadedError(message)
         else:
             error = EngineGenerateError(message)
         # Siblings of a failed child have no caller any more.

@@ -276,7 +276,10 @@ def _describe(error: BaseException, constraint: str) -> tuple[str, str | None]:
     if isinstance(error, CompileTimeoutError):
         limit_s = envs.VLLM_GRAMMAR_COMPILE_TIMEOUT
         return f"the constraint does not compile within {limit_s:g} seconds", parameter
-    if isinstance(error, (CompileBusyError, GrammarError)):
+    if isinstance(error, CompileBusyError):
+        # Nothing is wrong with the request: it can be sent again.
+        return str(error), None
+    if isinstance(error, GrammarError):
         return str(error), parameter
     logger.error("A grammar failed to compile", exc_info=error)
     return "the constraint could not be compiled", parameter

@@ -22,7 +22,8 @@ class StructuredOutputRequest:
         params: the constraint as the client gave it.
         grammar: the matcher; None while compiling and after a failure.
         backend: the library that the matcher belongs to.
-        error: why it does not compile, as (message, parameter) for the client.
+        error: why it does not compile, as (message, parameter) for the client; without
+            a parameter the engine has no room to compile it now.
     """
 
     params: StructuredOutputsParams

@@ -545,6 +545,15 @@ def test_a_failed_compilation_is_the_clients_error():
     assert not scheduler.has_requests()
 
 
+def test_an_error_without_a_parameter_is_not_the_clients():
+    scheduler = make_scheduler()
+    request = add_request(scheduler, "a", 3, grammar=True)
+    request.structured_output_request.error = ("every thread is busy", None)
+    output = scheduler.schedule()
+    (out,) = scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT).outputs
+    assert (out.is_client_error, out.is_overload) == (False, True)
+
+
 def test_a_request_can_be_aborted_while_its_grammar_compiles():
     scheduler = make_scheduler()
     request = add_request(scheduler, "a", 3, grammar=True)

@@ -267,7 +267,7 @@ class Scheduler:
             assert state is not None, f"{request.request_id} waits for no grammar"
             if state.error is not None:
                 message, parameter = state.error
-                self._fail(request, message, parameter, is_client_error=True)
+                self._fail(request, message, parameter, is_overload=parameter is None)
             elif state.is_grammar_ready:
                 del self.waiting_for_grammar[request.request_id]
                 request.status = RequestStatus.WAITING
@@ -400,9 +400,14 @@ class Scheduler:
         message: str,
         parameter: str | None = None,
         *,
-        is_client_error: bool = False,
+        is_overload: bool = False,
     ) -> None:
-        """End a request with an error that the next outputs bring."""
+        """End a request with an error that the next outputs bring.
+
+        Args:
+            parameter: what the client can change; None: it is not the client's error.
+            is_overload: the client can send the request again.
+        """
         status = RequestStatus.FINISHED_ERROR
         self._pending_outputs.append(
             EngineCoreOutput(
@@ -413,7 +418,8 @@ class Scheduler:
                 num_cached_tokens=max(request.num_cached_tokens, 0),
                 error=message,
                 error_parameter=parameter,
-                is_client_error=is_client_error,
+                is_client_error=parameter is not None,
+                is_overload=is_overload,
             )
         )
         self._finish(request, status)
