@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,15 +63,40 @@ HEALTHY = [
 ]
 
 
+# A drafter reads what a request has sampled before anybody knows that it has failed.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "no drafter": {},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "itself": {"method": "draft_model"},
+    "itself, drawn": {
+        "method": "draft_model",
+        "draft_sample_method": "probabilistic",
+    },
+}
+
+
+def make_drafting_engine(model: Path, drafter: str, **kwargs: Any) -> TinyEngine:
+    config = dict(DRAFTERS[drafter])
+    if config:
+        config["num_speculative_tokens"] = 4
+        kwargs["speculative_config"] = config
+    if config.get("method") == "draft_model":
+        config["model"] = str(model)
+    return TinyEngine(model, **kwargs)
+
+
 def healthy_requests() -> list[tuple[str, SamplingParams]]:
     return [(PROMPT * 2, SamplingParams(**params)) for params in HEALTHY]
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("counts_nans", ["0", "1"])
-def test_nan_logits_end_their_own_request_only(model, monkeypatch, counts_nans):
+def test_nan_logits_end_their_own_request_only(
+    model, monkeypatch, counts_nans, drafter
+):
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", counts_nans)
     # The pool is so small that whatever was poisoned is soon used again.
-    engine = TinyEngine(model, num_gpu_blocks_override=14)
+    engine = make_drafting_engine(model, drafter, num_gpu_blocks_override=14)
     expected = [visible(output) for output in engine.run(healthy_requests())]
     for _ in range(2):
         healthy = []
@@ -97,8 +123,18 @@ def test_every_request_that_fails_is_named(model):
     assert list(finished) == [good]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_requests_that_leave_at_any_moment_leave_nothing(model, seed):
+@pytest.mark.parametrize(
+    ("seed", "drafter"),
+    [
+        (0, "no drafter"),
+        (1, "no drafter"),
+        (2, "no drafter"),
+        (3, "ngram"),
+        (4, "itself"),
+        (5, "itself, drawn"),
+    ],
+)
+def test_requests_that_leave_at_any_moment_leave_nothing(model, seed, drafter):
     rng = random.Random(seed)
     kinds = [
         {"seed": 1, "logprobs": 2},
@@ -112,8 +148,9 @@ def test_requests_that_leave_at_any_moment_leave_nothing(model, seed):
                         **rng.choice(kinds)))
         for _ in range(40)
     ]  # fmt: skip
-    engine = TinyEngine(
+    engine = make_drafting_engine(
         model,
+        drafter,
         num_gpu_blocks_override=9,
         max_num_batched_tokens=rng.choice([16, 40]),
         max_num_seqs=rng.choice([5, 16]),
