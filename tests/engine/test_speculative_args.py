@@ -32,6 +32,7 @@ DSPARK = TARGET | {
     "markov_rank": 8,
 }
 DFLASH = DSPARK | {"markov_rank": 0}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 
 def write(folder, raw):
@@ -140,6 +141,69 @@ def test_only_drawn_drafts_have_distributions(tmp_path):
     assert not resolve(tmp_path, DSPARK).has_draft_distributions
     keys = {"draft_sample_method": "probabilistic"}
     assert resolve(tmp_path, DSPARK, **keys).has_draft_distributions
-    ngram = {"method": "ngram", "num_speculative_tokens": 2} | keys
-    config = resolve_speculative_config(ngram, target())
+    config = resolve_speculative_config(NGRAM, target())
     assert not config.has_draft_distributions
+
+
+SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
+
+
+@pytest.mark.parametrize(
+    ("values", "parameter"),
+    [
+        ({"num_speculative_tokens": 2}, "method"),
+        (NGRAM | {"method": "ngarm"}, "method"),
+        (NGRAM | {"method": ["ngram"]}, "method"),
+        (NGRAM | {"lookup_max": 3}, "lookup_max"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+        (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        (NGRAM | {"num_speculative_tokens": 65}, "num_speculative_tokens"),
+        (NGRAM | {"num_speculative_tokens": "2"}, "num_speculative_tokens"),
+        (NGRAM | {"num_speculative_tokens": True}, "num_speculative_tokens"),
+        (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min"),
+        (NGRAM | {"draft_sample_method": None}, "draft_sample_method"),
+        (NGRAM | {"rejection_sample_method": "loose"}, "rejection_sample_method"),
+        (NGRAM | {"synthetic_acceptance_length": 2}, "rejection_sample_method"),
+        (SYNTHETIC, "synthetic_acceptance_rates"),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": 0.5},
+            "synthetic_acceptance_rates",
+        ),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": [True, False]},
+            "synthetic_acceptance_rates",
+        ),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": [0.4, 0.5]},
+            "synthetic_acceptance_rates",
+        ),
+        (
+            SYNTHETIC | {"synthetic_acceptance_length": True},
+            "synthetic_acceptance_length",
+        ),
+        (
+            SYNTHETIC | {"synthetic_acceptance_length": float("nan")},
+            "synthetic_acceptance_length",
+        ),
+        # What would have no effect.
+        (NGRAM | {"model": "m"}, "model"),
+        (NGRAM | {"max_model_len": 9}, "max_model_len"),
+        (NGRAM | {"draft_sample_method": "probabilistic"}, "draft_sample_method"),
+        (
+            {"model": "m", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+            "prompt_lookup_max",
+        ),
+        ({"model": "", "num_speculative_tokens": 2}, "model"),
+        ({"model": 5, "num_speculative_tokens": 2}, "model"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_name_of_its_key(values, parameter):
+    with pytest.raises(VLLMValidationError) as info:
+        check_speculative_keys(values)
+    assert info.value.parameter == f"speculative_config.{parameter}"
+    assert f"speculative_config.{parameter}" in str(info.value)
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused_with_both_sizes(tmp_path):
+    with pytest.raises(UnsupportedError, match="104 tokens, the target of 100"):
+        resolve(tmp_path, TARGET | {"vocab_size": 104}, num_speculative_tokens=2)

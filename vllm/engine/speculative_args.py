@@ -25,6 +25,8 @@ from vllm.utils.suggestions import did_you_mean
 
 _PREFIX = "speculative_config."
 _MAX_SPECULATIVE_TOKENS = 64
+_KEYS_OF_NGRAM = ("prompt_lookup_min", "prompt_lookup_max")
+_KEYS_OF_MODELS = ("model", "draft_sample_method", "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def check_speculative_keys(values: dict[str, Any]) -> None:
     _check_lookup(keys)
     if keys.num_speculative_tokens is not None:
         _resolve_rates(keys)
-    if keys.method != "ngram" and not isinstance(keys.model, str):
+    _check_unread(keys)
+    if keys.method != "ngram" and not (isinstance(keys.model, str) and keys.model):
         raise invalid(_PREFIX + "model", "must name the drafter", keys.model)
 
 
@@ -106,8 +109,8 @@ def resolve_speculative_config(
     _check_num_drafts(keys)
     assert keys.method is not None, "the checkpoint's, if the user left it open"
     assert keys.num_speculative_tokens is not None, "checked above"
-    draft_lens = (keys.max_model_len, drafter.max_position_embeddings)
-    max_model_len = min(target.max_model_len, *filter(None, draft_lens))
+    asked, own = keys.max_model_len, drafter.max_position_embeddings
+    max_model_len = min(filter(None, (target.max_model_len, asked, own)))
     _check_block_fits(drafter.dspark_config, max_model_len)
     lookup_min, lookup_max = _lookup(keys)
     return SpeculativeConfig(
@@ -203,6 +206,17 @@ def _check_lookup(keys: _Keys) -> None:
         )
 
 
+def _check_unread(keys: _Keys) -> None:
+    """Refuse what the method would leave aside."""
+    is_ngram = keys.method == "ngram"
+    unread = _KEYS_OF_MODELS if is_ngram else _KEYS_OF_NGRAM
+    for key in fields(_Keys):
+        value = getattr(keys, key.name)
+        if key.name in unread and value != key.default:
+            drafters = "a drafter with a model" if is_ngram else "ngram"
+            raise invalid(_PREFIX + key.name, f"is for {drafters} only", value)
+
+
 def _resolve_rates(keys: _Keys) -> tuple[float, ...]:
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
     num_drafts = keys.num_speculative_tokens or 0
@@ -222,7 +236,7 @@ def _resolve_rates(keys: _Keys) -> tuple[float, ...]:
             rates,
         )
     if length is not None:
-        if not isinstance(length, (int, float)) or not 1 <= length <= num_drafts + 1:
+        if not _is_number(length) or not 1 <= length <= num_drafts + 1:
             raise invalid(
                 _PREFIX + "synthetic_acceptance_length",
                 f"must be a number from 1 to {num_drafts + 1}",
@@ -230,8 +244,8 @@ def _resolve_rates(keys: _Keys) -> tuple[float, ...]:
             )
         # As many certain acceptances as fit, then the fraction, then none.
         return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(num_drafts))
-    assert rates is not None, "one of the two is given"
-    numbers = [r for r in rates if isinstance(r, (int, float)) and 0 <= r <= 1]
+    listed = rates if isinstance(rates, list) else []
+    numbers = [rate for rate in listed if _is_number(rate) and 0 <= rate <= 1]
     if len(numbers) != num_drafts or numbers != sorted(numbers, reverse=True):
         raise invalid(
             _PREFIX + "synthetic_acceptance_rates",
@@ -239,6 +253,10 @@ def _resolve_rates(keys: _Keys) -> tuple[float, ...]:
             rates,
         )
     return tuple(float(rate) for rate in numbers)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_block_fits(config: DSparkConfig | None, max_model_len: int) -> None:
