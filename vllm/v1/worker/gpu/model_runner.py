@@ -139,7 +139,9 @@ class GPUModelRunner:
         num_tokens = scheduler_config.max_num_batched_tokens
         input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         hidden_states, _ = self._forward(input_ids, input_ids, None)
-        self.model.compute_logits(hidden_states[: scheduler_config.max_num_seqs])
+        rows_per_req = self.num_bonus_tokens + self.vllm_config.num_speculative_tokens
+        num_logits = scheduler_config.max_num_seqs * rows_per_req
+        self.model.compute_logits(hidden_states[:num_logits])
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
