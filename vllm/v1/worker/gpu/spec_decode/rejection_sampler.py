@@ -15,6 +15,7 @@ import torch
 from vllm.config import SpeculativeConfig
 from vllm.triton_utils import tl, triton
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import no_samples
@@ -353,9 +354,7 @@ def _sum_nans(logits: torch.Tensor) -> torch.Tensor:
 def _flatten_sampled_torch(
     sampled: torch.Tensor, cu_num_logits: torch.Tensor, num_logits: int
 ) -> torch.Tensor:
-    batch_idx = torch.arange(len(sampled), device=sampled.device).repeat_interleave(
-        torch.diff(cu_num_logits), output_size=num_logits
-    )
+    batch_idx = find_owners(cu_num_logits[1:], num_logits)
     logit_idx = torch.arange(num_logits, device=sampled.device)
     return sampled[batch_idx, logit_idx - cu_num_logits[batch_idx]].clamp(min=0)
 
