@@ -21,6 +21,7 @@ from tests.v1.e2e.tiny_drafter import (
     save_tiny_drafter,
 )
 from tests.v1.e2e.tiny_engine import MAX_MODEL_LEN, TinyEngine
+from vllm import _custom_ops as ops
 from vllm.sampling_params import SamplingParams
 from vllm.speculator_training.anchors import build_blocks, sample_anchors
 from vllm.speculator_training.losses import (
@@ -30,8 +31,12 @@ from vllm.speculator_training.losses import (
 )
 from vllm.speculator_training.modeling import DSparkTrainingModel
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.speculator import Drafts
 
+bit_for_bit = pytest.mark.skipif(
+    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
+)
 BLOCK = 4
 PROMPT = "The same words stand at the start of a prompt of some length, hello."
 # Text that does not repeat itself: an error of one place is seen.
@@ -132,6 +137,7 @@ def test_the_engine_drafts_what_the_drafter_drafts_alone(
         assert confidences == pytest.approx(expected[: len(drafts)], abs=1e-5)
 
 
+@bit_for_bit
 def test_a_cached_prefix_has_its_context(model, tmp_path):
     engine = make_engine(model, save_tiny_drafter(tmp_path, model))
     recorder = Recorder(engine)
@@ -145,6 +151,7 @@ def test_a_cached_prefix_has_its_context(model, tmp_path):
     engine.shutdown()
 
 
+@bit_for_bit
 def test_requests_that_share_blocks_within_a_step_share_context(model, tmp_path):
     engine = make_engine(model, save_tiny_drafter(tmp_path, model))
     recorder = Recorder(engine)
@@ -156,6 +163,30 @@ def test_requests_that_share_blocks_within_a_step_share_context(model, tmp_path)
     engine.shutdown()
 
 
+@bit_for_bit
+def test_drafts_do_not_depend_on_the_logits_that_fit_at_once(
+    model, tmp_path, monkeypatch
+):
+    drafter = save_tiny_drafter(tmp_path, model)
+    params = SamplingParams(max_tokens=6, **LIVELY)
+    requests = [(f"{number} {PROMPT}", params) for number in range(5)]
+    rounds = []
+    for num_requests_at_once in (5, 2):
+        num_rows = num_requests_at_once * BLOCK
+        vocab_size = make_tiny_config(model).backbone.vocab_size
+        num_bytes = 4 * vocab_size * num_rows
+        monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", num_bytes)
+        engine = make_engine(
+            model, drafter, keys={"draft_sample_method": "probabilistic"}
+        )
+        recorder = Recorder(engine)
+        engine.run(requests)
+        rounds.append(recorder.take())
+        engine.shutdown()
+    assert rounds[0] == rounds[1]
+    assert len(rounds[0]) >= 5 * 3
+
+
 def test_drafts_end_where_the_drafters_context_does(model, tmp_path):
     drafter = save_tiny_drafter(tmp_path, model)
     engine = make_engine(model, drafter, keys={"max_model_len": 10})
@@ -165,6 +196,23 @@ def test_drafts_end_where_the_drafters_context_does(model, tmp_path):
     lengths = {anchor: len(drafts) for anchor, drafts, _ in recorder.take()}
     assert lengths == {anchor: min(4, 10 - anchor) for anchor in lengths}
     assert max(lengths) == 9
+
+
+def test_what_cannot_be_drafted_has_no_chance_in_the_draft_distribution(
+    model, tmp_path
+):
+    ids = range(20, 200, 2)
+    drafter = save_tiny_drafter(tmp_path, model, draft_ids=ids)
+    engine = make_engine(model, drafter, keys={"draft_sample_method": "probabilistic"})
+    recorder = Recorder(engine)
+    draft_logits = engine.executor.worker.model_runner.speculator.draft_logits
+    draft_logits.fill_(float("nan"))
+    engine.run([(PROMPT, SamplingParams(max_tokens=6, temperature=3.0))])
+    engine.shutdown()
+    [used] = draft_logits[~draft_logits.isnan().any(dim=(1, 2))]
+    chances = used.softmax(dim=-1) > 0
+    assert [row.nonzero().squeeze(1).tolist() for row in chances] == [[*ids]] * BLOCK
+    assert {i for _, drafts, _ in recorder.take() for i in drafts} <= {*ids}
 
 
 @pytest.mark.parametrize("max_model_len", [6, 9, 17, MAX_MODEL_LEN])
