@@ -29,8 +29,9 @@ class DraftBatch:
         predecessors: [n, K] int64, true tokens.
         labels: [n, K] int64, the target's ids.
         is_valid: [n, K] bool, a prefix of each block.
-        final: [n, K, hidden_size], the target's states that predict the labels.
-        temperatures: [n] float32, of the answers.
+        final: [U, hidden_size], the target's states that predict labels, each once:
+            blocks overlap, and the target's vocabulary is what costs most.
+        final_idx: [n, K] int64, the row of `final` for each label.
     """
 
     hidden: torch.Tensor
@@ -38,7 +39,7 @@ class DraftBatch:
     labels: torch.Tensor
     is_valid: torch.Tensor
     final: torch.Tensor
-    temperatures: torch.Tensor
+    final_idx: torch.Tensor
 
 
 class Drafting:
@@ -100,26 +101,27 @@ class Drafting:
         rows = positions[:, :, :num_drafts].clamp(max=token_ids.shape[1] - 1)
         batch_idx = torch.arange(len(indices), device=device)[:, None, None]
         keep = blocks.is_valid[:, :, 0]
-        temperatures = torch.tensor([s.temperature for s in sequences])
-        temperatures = temperatures[:, None].expand(keep.shape)
 
         def pick(values: torch.Tensor) -> torch.Tensor:
             return values[:, :, :num_drafts].to(device)[keep.to(device)]
 
+        used, final_idx = pick(batch_idx * token_ids.shape[1] + rows).unique(
+            return_inverse=True
+        )
         return DraftBatch(
             pick(hidden),
             pick(blocks.predecessors),
             pick(blocks.labels),
             pick(blocks.is_valid),
-            pick(final[batch_idx, rows]),
-            temperatures[keep].to(device),
+            final.flatten(0, 1)[used],
+            final_idx,
         )
 
     def compute_losses(self, batch: DraftBatch, weights: LossWeights) -> DraftLosses:
         """Return the losses of a batch, to be differentiated."""
         return compute_draft_losses(
             self.model.compute_logits(batch.hidden, batch.predecessors),
-            self.target_probs(batch.final),
+            self.target_probs(batch.final)[batch.final_idx],
             self.draft_labels(batch.labels),
             batch.is_valid,
             self.model.compute_confidence(batch.hidden, batch.predecessors),
@@ -130,15 +132,15 @@ class Drafting:
     def target_probs(
         self, final: torch.Tensor, temperature: float = 1.0
     ) -> torch.Tensor:
-        """Return [n, K, draft_vocab_size] of final states [n, K, hidden_size]."""
+        """Return [U, draft_vocab_size] of final states [U, hidden_size]."""
         pieces = [
             compute_target_probs(
                 self.store.runner.compute_logits(rows) / temperature,
                 self.draft_token_ids,
             )
-            for rows in final.flatten(0, 1).split(_NUM_LOGIT_ROWS)
+            for rows in final.split(_NUM_LOGIT_ROWS)
         ]
-        return torch.cat(pieces).unflatten(0, final.shape[:2])
+        return torch.cat(pieces)
 
     def draft_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Return draft ids of the target's ids; -1 where none is drafted."""

@@ -91,8 +91,8 @@ def _whole_blocks(batch: DraftBatch) -> DraftBatch:
         batch.predecessors[keep],
         batch.labels[keep],
         batch.is_valid[keep],
-        batch.final[keep],
-        batch.temperatures[keep],
+        batch.final,
+        batch.final_idx[keep],
     )
 
 
@@ -110,6 +110,8 @@ def _draft(
     is_accepted = torch.zeros_like(batch.is_valid)
     is_alive = torch.ones_like(batch.is_valid[:, 0])
     labels = drafting.draft_labels(batch.labels)
+    if not is_greedy:
+        target_probs = drafting.target_probs(batch.final, temperature)
     for k in range(num_drafts):
         seen = batch.hidden[:, : k + 1], predecessors[:, : k + 1]
         logits = model.compute_logits(*seen)[:, k].float()
@@ -117,7 +119,7 @@ def _draft(
             drafts = logits.argmax(dim=-1)
             is_alive = is_alive & (drafts == labels[:, k])
         else:
-            target = drafting.target_probs(batch.final[:, k : k + 1], temperature)[:, 0]
+            target = target_probs[batch.final_idx[:, k]]
             probs = (logits / temperature).softmax(dim=-1)
             drafts, passes = _draw(probs, target, labels[:, k], is_alive, generator)
             is_alive = is_alive & passes
