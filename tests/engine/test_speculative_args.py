@@ -151,6 +151,7 @@ SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
 @pytest.mark.parametrize(
     ("values", "parameter"),
     [
+        ({}, "method"),
         ({"num_speculative_tokens": 2}, "method"),
         (NGRAM | {"method": "ngarm"}, "method"),
         (NGRAM | {"method": ["ngram"]}, "method"),

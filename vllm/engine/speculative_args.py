@@ -55,13 +55,13 @@ class _Drafter:
     max_position_embeddings: int | None = None
 
 
-def check_speculative_keys(values: dict[str, Any]) -> None:
-    """Check what can be checked without the models.
+def check_speculative_keys(values: dict[str, Any] | None) -> None:
+    """Check what can be checked without the models; None: no speculation.
 
     Raises:
         VLLMValidationError: a key is unknown, missing or out of its bounds.
     """
-    if not values:
+    if values is None:
         return
     known = [field.name for field in fields(_Keys)]
     for key in values:
@@ -101,7 +101,7 @@ def resolve_speculative_config(
         CheckpointError: the drafter is not there or damaged.
         UnsupportedError: it does not fit the target.
     """
-    if not values:
+    if values is None:
         return None
     check_speculative_keys(values)
     keys = _Keys(**values)

@@ -5,8 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, visible
+from tests.v1.e2e.tiny_engine import (
+    NAN_ID,
+    TinyEngine,
+    save_tiny_model,
+    visible,
+)
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 PROMPT = "hello, whoever reads this"
@@ -109,6 +116,28 @@ def test_nan_logits_end_their_own_request_only(
         assert len(errors) == len(POISONED)
         assert [visible(finished[request_id]) for request_id in healthy] == expected
     engine.shutdown()
+
+
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+def test_a_drafter_of_nans_costs_acceptance_and_nothing_else(
+    model, tmp_path, draft_sample_method
+):
+    save_tiny_model(tmp_path, seed=1)
+    weights = load_file(tmp_path / "model.safetensors")
+    nans = {name: torch.full_like(w, float("nan")) for name, w in weights.items()}
+    save_file(nans, tmp_path / "model.safetensors")
+    plain = TinyEngine(model)
+    expected = [visible(output) for output in plain.run(healthy_requests())]
+    plain.shutdown()
+    config = {
+        "model": str(tmp_path),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": draft_sample_method,
+    }
+    engine = TinyEngine(model, speculative_config=config)
+    outputs = engine.run(healthy_requests())
+    engine.shutdown()
+    assert [visible(output) for output in outputs] == expected
 
 
 def test_every_request_that_fails_is_named(model):
