@@ -139,7 +139,7 @@ def test_states_that_are_not_kept_give_the_same_drafter(target, trained, tmp_pat
     assert_equal_weights(tmp_path / "kept", tmp_path / "again")
 
 
-def test_a_file_of_prompts_needs_no_template(tmp_path):
+def test_a_file_of_prompts_needs_no_template(tmp_path, capsys):
     target = save_target(tmp_path / "target", template=None)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"prompt {i}\n" for i in range(12)))
@@ -148,6 +148,10 @@ def test_a_file_of_prompts_needs_no_template(tmp_path):
     chunk = (output / "training" / "data" / "00000.jsonl").read_text().splitlines()
     assert len(chunk) == 12
     assert json.loads(chunk[3])["conversation"][0]["content"] == "prompt 3"
+
+    prompts.write_text("another file\n")
+    argv = [*train(target, output, prompts=prompts), "--resume"]
+    expect_error(capsys, argv, "prompts_digest was", 2)
 
 
 def test_evaluate_prints_and_writes_a_report(target, trained, tmp_path, capsys):

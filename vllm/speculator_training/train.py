@@ -1,5 +1,6 @@
 """From a model to a drafter for it: prompts, answers, states, training, report."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -231,16 +232,21 @@ def _check_folder(job: TrainJob) -> None:
 def _settings(job: TrainJob) -> dict[str, Any]:
     """Return everything that the result depends on, by name."""
     model_config = job.vllm_config.model_config
-    training = asdict(job.training)
     return {
         "model": model_config.model,
         "dtype": model_config.dtype,
         "max_model_len": model_config.max_model_len,
         "prompts": job.prompts,
+        "prompts_digest": None if job.prompts is None else _digest(job.prompts),
         **asdict(job.data),
         **asdict(job.drafter),
-        **training,
+        **asdict(job.training),
     }
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
 
 
 def _needed_bytes(job: TrainJob, config: DSparkConfig) -> int:

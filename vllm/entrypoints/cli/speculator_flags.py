@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.exceptions import VLLMValidationError
 from vllm.speculator_training.generate import Answer, Generator
-from vllm.speculator_training.prompts import ChatFormat, read_prompts
+from vllm.speculator_training.prompts import ChatFormat, Conversation, read_prompts
 from vllm.speculator_training.settings import DataSettings, TrainingError
 from vllm.utils.argparse_utils import FlexibleArgumentParser, human_int
 from vllm.v1.engine.exceptions import EngineGenerateError
@@ -85,18 +85,7 @@ def make_answers(
     prompts = None if prompts_file is None else read_prompts(prompts_file)
     llm = LLM(**asdict(engine_args))
     try:
-        model_config = llm.llm_engine.vllm_config.model_config
-        tokenizer = llm.get_tokenizer()
-        template = model_config.chat_template or tokenizer.chat_template
-        generator = Generator(
-            llm,
-            ChatFormat(tokenizer, template),
-            settings,
-            model_config.max_model_len,
-            folder,
-            prompts,
-        )
-        return generator.run()
+        return _generate(llm, settings, folder, prompts)
     except EngineGenerateError as error:
         raise TrainingError(f"the model could not answer a prompt: {error}") from None
     finally:
@@ -104,6 +93,20 @@ def make_answers(
         del llm
         # Its cache is as large as the memory that training needs.
         gc.collect()
+
+
+def _generate(
+    llm: LLM,
+    settings: DataSettings,
+    folder: str,
+    prompts: list[Conversation] | None,
+) -> list[Answer]:
+    model_config = llm.llm_engine.vllm_config.model_config
+    tokenizer = llm.get_tokenizer()
+    template = model_config.chat_template or tokenizer.chat_template
+    chat = ChatFormat(tokenizer, template)
+    max_model_len = model_config.max_model_len
+    return Generator(llm, chat, settings, max_model_len, folder, prompts).run()
 
 
 def existing_folder(path: str) -> str:
