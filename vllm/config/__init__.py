@@ -43,3 +43,10 @@ class VllmConfig:
         if self.speculative_config is None:
             return 0
         return self.speculative_config.num_speculative_tokens
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Cache slots behind a request's tokens that its drafter writes."""
+        if self.speculative_config is None:
+            return 0
+        return self.speculative_config.num_lookahead_tokens

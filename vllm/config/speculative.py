@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 
 from vllm.transformers_utils.config import HfConfig
+from vllm.transformers_utils.configs.dspark import DSparkConfig
 
-SPECULATIVE_METHODS = ("ngram", "draft_model")
+# Drafters of whole blocks, which read the target's inner states.
+BLOCK_METHODS = ("dspark", "dflash")
+SPECULATIVE_METHODS = ("ngram", "draft_model", *BLOCK_METHODS)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 
@@ -17,7 +20,8 @@ class SpeculativeConfig:
         method: one of SPECULATIVE_METHODS.
         num_speculative_tokens: drafts that a request can have in one step.
         model: the drafter's checkpoint, as a path; None for ngram.
-        draft_hf_config: the drafter's numbers; None for ngram.
+        draft_hf_config: the numbers of a draft_model, else None.
+        dspark_config: those of a drafter of blocks, else None.
         max_model_len: positions up to which the drafter drafts.
         draft_sample_method: greedy drafts are the drafter's argmax; probabilistic ones
             are drawn from its distribution.
@@ -33,6 +37,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     model: str | None = None
     draft_hf_config: HfConfig | None = None
+    dspark_config: DSparkConfig | None = None
     max_model_len: int = 0
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
@@ -43,6 +48,11 @@ class SpeculativeConfig:
     @property
     def has_draft_distributions(self) -> bool:
         """Whether a draft is drawn, so that its distribution decides about it."""
-        return (
-            self.method == "draft_model" and self.draft_sample_method == "probabilistic"
-        )
+        return self.method != "ngram" and self.draft_sample_method == "probabilistic"
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Cache slots behind a request's tokens that the drafter writes."""
+        if self.dspark_config is not None:
+            return self.dspark_config.num_lookahead_slots
+        return self.num_speculative_tokens

@@ -118,7 +118,7 @@ class EngineArgs:
         if not (math.isfinite(share) and 0.0 < share <= 1.0):
             raise invalid("gpu_memory_utilization", "must be in (0, 1]", share)
         self._structured_outputs_config()
-        check_speculative_keys(self.speculative_config or {})
+        check_speculative_keys(self.speculative_config)
         _check_override(self.override_generation_config or {})
 
     @classmethod

@@ -79,9 +79,9 @@ def add_engine_flags(
     )
     group("SpeculativeConfig", "Who drafts, and how drafts are verified.").add(
         "--speculative-config",
-        "JSON with the keys method (ngram, draft_model), num_speculative_tokens, "
-        "model, draft_sample_method, rejection_sample_method and others; null for "
-        "none; also dotted: --speculative-config.method ngram",
+        "JSON with the keys method (ngram, draft_model, dspark, dflash), "
+        "num_speculative_tokens, model, draft_sample_method, rejection_sample_method "
+        "and others; null for none; also dotted: --speculative-config.method ngram",
         type=json_mapping_or_null,
         metavar="JSON",
     )

@@ -14,6 +14,7 @@ from vllm.config import (
     ModelConfig,
     ObservabilityConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     StructuredOutputsConfig,
     VllmConfig,
 )
@@ -49,17 +50,6 @@ HF_CONFIG = HfConfig(
 )
 
 
-@dataclass(frozen=True)
-class DraftingConfig(VllmConfig):
-    """A configuration with a drafter."""
-
-    num_drafts: int = 0
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        return self.num_drafts
-
-
 def make_config(
     *,
     block_size: int = BLOCK_SIZE,
@@ -72,7 +62,7 @@ def make_config(
     num_drafts: int = 0,
     model: str = "model",
 ) -> VllmConfig:
-    return DraftingConfig(
+    return VllmConfig(
         ModelConfig(model, model, (model,), HF_CONFIG, "float32", max_model_len),
         CacheConfig(block_size, enable_prefix_caching=enable_prefix_caching),
         SchedulerConfig(
@@ -82,7 +72,7 @@ def make_config(
         LoadConfig(),
         StructuredOutputsConfig(),
         ObservabilityConfig(),
-        num_drafts,
+        SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
     )
 
 

@@ -2,10 +2,18 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, visible
+from tests.v1.e2e.tiny_engine import (
+    NAN_ID,
+    TinyEngine,
+    save_tiny_model,
+    visible,
+)
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 PROMPT = "hello, whoever reads this"
@@ -62,15 +70,40 @@ HEALTHY = [
 ]
 
 
+# A drafter reads what a request has sampled before anybody knows that it has failed.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "no drafter": {},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "itself": {"method": "draft_model"},
+    "itself, drawn": {
+        "method": "draft_model",
+        "draft_sample_method": "probabilistic",
+    },
+}
+
+
+def make_drafting_engine(model: Path, drafter: str, **kwargs: Any) -> TinyEngine:
+    config = dict(DRAFTERS[drafter])
+    if config:
+        config["num_speculative_tokens"] = 4
+        kwargs["speculative_config"] = config
+    if config.get("method") == "draft_model":
+        config["model"] = str(model)
+    return TinyEngine(model, **kwargs)
+
+
 def healthy_requests() -> list[tuple[str, SamplingParams]]:
     return [(PROMPT * 2, SamplingParams(**params)) for params in HEALTHY]
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("counts_nans", ["0", "1"])
-def test_nan_logits_end_their_own_request_only(model, monkeypatch, counts_nans):
+def test_nan_logits_end_their_own_request_only(
+    model, monkeypatch, counts_nans, drafter
+):
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", counts_nans)
     # The pool is so small that whatever was poisoned is soon used again.
-    engine = TinyEngine(model, num_gpu_blocks_override=14)
+    engine = make_drafting_engine(model, drafter, num_gpu_blocks_override=14)
     expected = [visible(output) for output in engine.run(healthy_requests())]
     for _ in range(2):
         healthy = []
@@ -85,6 +118,28 @@ def test_nan_logits_end_their_own_request_only(model, monkeypatch, counts_nans):
     engine.shutdown()
 
 
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+def test_a_drafter_of_nans_costs_acceptance_and_nothing_else(
+    model, tmp_path, draft_sample_method
+):
+    save_tiny_model(tmp_path, seed=1)
+    weights = load_file(tmp_path / "model.safetensors")
+    nans = {name: torch.full_like(w, float("nan")) for name, w in weights.items()}
+    save_file(nans, tmp_path / "model.safetensors")
+    plain = TinyEngine(model)
+    expected = [visible(output) for output in plain.run(healthy_requests())]
+    plain.shutdown()
+    config = {
+        "model": str(tmp_path),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": draft_sample_method,
+    }
+    engine = TinyEngine(model, speculative_config=config)
+    outputs = engine.run(healthy_requests())
+    engine.shutdown()
+    assert [visible(output) for output in outputs] == expected
+
+
 def test_every_request_that_fails_is_named(model):
     engine = TinyEngine(model)
     bad = [engine.add([NAN_ID, 3], SamplingParams()) for _ in range(3)]
@@ -97,8 +152,18 @@ def test_every_request_that_fails_is_named(model):
     assert list(finished) == [good]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_requests_that_leave_at_any_moment_leave_nothing(model, seed):
+@pytest.mark.parametrize(
+    ("seed", "drafter"),
+    [
+        (0, "no drafter"),
+        (1, "no drafter"),
+        (2, "no drafter"),
+        (3, "ngram"),
+        (4, "itself"),
+        (5, "itself, drawn"),
+    ],
+)
+def test_requests_that_leave_at_any_moment_leave_nothing(model, seed, drafter):
     rng = random.Random(seed)
     kinds = [
         {"seed": 1, "logprobs": 2},
@@ -112,8 +177,9 @@ def test_requests_that_leave_at_any_moment_leave_nothing(model, seed):
                         **rng.choice(kinds)))
         for _ in range(40)
     ]  # fmt: skip
-    engine = TinyEngine(
+    engine = make_drafting_engine(
         model,
+        drafter,
         num_gpu_blocks_override=9,
         max_num_batched_tokens=rng.choice([16, 40]),
         max_num_seqs=rng.choice([5, 16]),

@@ -12,6 +12,7 @@ from tests.v1.e2e.test_feature_matrix import (
     Outputs,
     run_together,
 )
+from tests.v1.e2e.tiny_drafter import save_tiny_drafter
 from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model, visible
 from vllm import _custom_ops as ops
 
@@ -43,6 +44,32 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "method": "draft_model",
         "num_speculative_tokens": 3,
         "max_model_len": 40,
+    },
+    "dspark": {"method": "dspark"},
+    "dspark probabilistic": {
+        "method": "dspark",
+        "draft_sample_method": "probabilistic",
+    },
+    "dspark rnn, reduced": {
+        "method": "dspark",
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+    },
+    "dspark, short context": {"method": "dspark", "max_model_len": 40},
+    "dflash": {"method": "dflash"},
+}
+# What differs from a drafter of four tokens with a vanilla head.
+BLOCK_DRAFTERS: dict[str, dict[str, Any]] = {
+    "dspark rnn, reduced": {
+        "markov_head_type": "rnn",
+        "draft_ids": range(20, 200, 2),
+        "sample_from_anchor": False,
+        "block_size": 6,
+    },
+    "dflash": {
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
     },
 }
 
@@ -80,12 +107,16 @@ def test_every_feature_means_what_it_means_without_drafts(
     model: Path,
     poor_drafter: Path,
     expected: dict[str, Any],
+    tmp_path: Path,
     drafter: str,
     condition: str,
 ):
     config = dict(DRAFTERS[drafter])
     if config["method"] == "draft_model":
         config["model"] = str(model if drafter.startswith("H") else poor_drafter)
+    elif config["method"] != "ngram":
+        changes = BLOCK_DRAFTERS.get(drafter, {})
+        config["model"] = str(save_tiny_drafter(tmp_path, model, **changes))
     kwargs, run = RUNS[condition]
     engine = TinyEngine(model, speculative_config=config, **kwargs)
     rounds = run(engine)

@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": ("vllm.entrypoints.cli.chat", "talk to a running server"),
     "complete": ("vllm.entrypoints.cli.complete", "let a running server go on a text"),
     "bench": ("vllm.entrypoints.cli.bench", "measure a server or the engine"),
+    "speculator": ("vllm.entrypoints.cli.speculator", "make or judge a drafter"),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "describe this machine"),
 }
 

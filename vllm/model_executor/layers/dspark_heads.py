@@ -97,16 +97,16 @@ class ConfidenceHead(Layer):
     def forward(
         self, hidden: torch.Tensor, embedding: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return calibrated logits [R, num_draft_tokens] float32.
+        """Return calibrated logits [R, K] float32 of the first K drafts of a block.
 
         Args:
-            hidden: [R, num_draft_tokens, hidden_size].
-            embedding: [R, num_draft_tokens, rank], of the token before each draft;
-                read only by a head that was trained with it.
+            hidden: [R, K, hidden_size].
+            embedding: [R, K, rank], of the token before each draft; read only by a
+                head that was trained with it.
         """
         x = hidden.float()
         if self.with_markov:
             assert embedding is not None, "the head reads the previous token's row"
             x = torch.cat((x, embedding.float()), dim=-1)
         logits = self.proj(x.flatten(0, 1)).view(x.shape[:2])
-        return logits / self.temperatures
+        return logits / self.temperatures[: logits.shape[1]]

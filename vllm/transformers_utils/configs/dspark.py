@@ -90,6 +90,18 @@ class DSparkConfig:
         return self.draft_vocab_size != self.backbone.vocab_size
 
 
+def is_drafter_json(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of a drafter that reads a target's states.
+
+    Args:
+        raw: the parsed file.
+    """
+    architectures = raw.get("architectures")
+    architecture = str(architectures[:1]) if isinstance(architectures, list) else ""
+    is_block_drafter = "DSpark" in architecture or "DFlash" in architecture
+    return is_block_drafter or "speculators_model_type" in raw
+
+
 def load_dspark_config(path: str) -> DSparkConfig:
     """Read the config.json of a drafter's directory.
 

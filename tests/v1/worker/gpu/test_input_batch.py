@@ -108,6 +108,19 @@ def test_a_sample_past_the_context_is_not_written(impl, device):
     assert tokens.sum().item() == 0
 
 
+@update
+def test_a_row_without_a_token_to_choose_leaves_a_token(impl, device):
+    """A drafter reads the rows before the request is known to have ended."""
+    layout = make_layout([3], [3], device)
+    tokens = torch.full((1, 8), 7, dtype=torch.int32, device=device)
+    total_len, num_computed = int32([4], device), int32([3], device)
+    impl(
+        torch.tensor([[9, -1, -1]], device=device), int32([2], device), layout,
+        int32([0], device), tokens, total_len, num_computed,
+    )  # fmt: skip
+    assert tokens[0].tolist() == [7, 7, 7, 7, 9, 0, 7, 7]
+
+
 @pytest.mark.parametrize("num_reqs", [1, 5])
 def test_kernels_match_their_twins(num_reqs, device):
     generator = np.random.default_rng(num_reqs)

@@ -57,7 +57,7 @@ class Scheduler:
                 config.max_num_seqs, config.max_num_batched_tokens
             ),
             enable_chunked_prefill=config.enable_chunked_prefill,
-            num_lookahead_tokens=vllm_config.num_speculative_tokens,
+            num_lookahead_tokens=vllm_config.num_lookahead_tokens,
             is_priority_policy=config.policy == "priority",
         )
         self.block_hasher = get_request_block_hasher(vllm_config)

@@ -222,7 +222,9 @@ def post_update(
     """Write a step's samples into the rows and advance their lengths.
 
     Args:
-        sampled_token_ids: [num_reqs, width] int64.
+        sampled_token_ids: [num_reqs, width] int64; -1 where a row had no token to
+            choose. Its request is about to end, and token 0 stands there until then:
+            a drafter takes what it reads for an index.
         num_sampled: [num_reqs] int32, at most the request's logit rows.
         layout: of the step.
         idx_mapping: [num_reqs] int32.
@@ -260,9 +262,8 @@ def _post_update_torch(
         targets < all_token_ids.shape[1]
     )
     owners = rows.unsqueeze(1).expand_as(targets)
-    all_token_ids[owners[is_written], targets[is_written]] = sampled_token_ids[
-        is_written
-    ].to(all_token_ids.dtype)
+    tokens = sampled_token_ids[is_written].clamp(min=0).to(all_token_ids.dtype)
+    all_token_ids[owners[is_written], targets[is_written]] = tokens
     num_rows = layout.cu_num_logits[1:] - layout.cu_num_logits[:-1]
     query_lens = layout.query_start_loc[1:] - layout.query_start_loc[:-1]
     total_len[rows] += num_sampled
@@ -393,7 +394,8 @@ def _post_update_kernel(
         other=0,
     )
     row_ptr = all_token_ids_ptr + req_state_idx * all_token_ids_stride
-    tl.store(row_ptr + total_len + column, token.to(tl.int32), mask=mask)
+    token = tl.maximum(token, 0).to(tl.int32)
+    tl.store(row_ptr + total_len + column, token, mask=mask)
     tl.store(total_len_ptr + req_state_idx, total_len + num_sampled)
     num_computed = tl.load(num_computed_tokens_ptr + req_state_idx)
     num_computed += query_len - (num_rows - num_sampled)

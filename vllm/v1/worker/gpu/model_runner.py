@@ -49,6 +49,7 @@ class _ExecutedStep:
 
     batch: InputBatch
     hidden_states: torch.Tensor
+    taps: list[torch.Tensor]
 
 
 class GPUModelRunner:
@@ -113,7 +114,7 @@ class GPUModelRunner:
         """Build the model and read its weights."""
         self.model = load_model(self.vllm_config, self.device)
         if self.speculator is not None:
-            self.speculator.load_model()
+            self.speculator.load_model(self.model)
 
     def get_kv_cache_groups(self) -> tuple[KVCacheGroupSpec, ...]:
         """Return the layers that need a cache, grouped by block table."""
@@ -137,8 +138,10 @@ class GPUModelRunner:
         scheduler_config = self.vllm_config.scheduler_config
         num_tokens = scheduler_config.max_num_batched_tokens
         input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden_states = self._forward(input_ids, input_ids, None)
-        self.model.compute_logits(hidden_states[: scheduler_config.max_num_seqs])
+        hidden_states, _ = self._forward(input_ids, input_ids, None)
+        rows_per_req = self.num_bonus_tokens + self.vllm_config.num_speculative_tokens
+        num_logits = scheduler_config.max_num_seqs * rows_per_req
+        self.model.compute_logits(hidden_states[:num_logits])
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -151,8 +154,8 @@ class GPUModelRunner:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return
         batch = self._prepare_inputs(scheduler_output)
-        hidden_states = self._forward(batch.input_ids, batch.positions, batch)
-        self._executed = _ExecutedStep(batch, hidden_states)
+        hidden_states, taps = self._forward(batch.input_ids, batch.positions, batch)
+        self._executed = _ExecutedStep(batch, hidden_states, taps)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -160,6 +163,7 @@ class GPUModelRunner:
         if self._executed is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch, hidden_states = self._executed.batch, self._executed.hidden_states
+        taps = self._executed.taps
         self._executed = None
         sampler_output = self._sample(batch, hidden_states, grammar_output)
         prompt_logprobs = self._compute_prompt_logprobs(batch, hidden_states)
@@ -167,7 +171,7 @@ class GPUModelRunner:
             batch.req_ids, sampler_output, prompt_logprobs, self._copy_stream
         )
         self._advance_rows(batch, sampler_output)
-        self._propose(batch, sampler_output, hidden_states)
+        self._propose(batch, sampler_output, hidden_states, taps)
         return output.get_output()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -305,14 +309,14 @@ class GPUModelRunner:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         batch: InputBatch | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the hidden states, and the taps that the speculator asked for."""
         metadata = None
         if batch is not None:
             metadata = build_attn_metadata(batch, self.block_table)
         with set_forward_context(ForwardContext(metadata, self.kv_caches)):
-            hidden_states = self.model(input_ids, positions)
-        assert isinstance(hidden_states, torch.Tensor), "nobody has asked for taps"
-        return hidden_states
+            output = self.model(input_ids, positions)
+        return (output, []) if isinstance(output, torch.Tensor) else output
 
     def _sample(
         self,
@@ -340,10 +344,11 @@ class GPUModelRunner:
         batch: InputBatch,
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
+        taps: list[torch.Tensor],
     ) -> None:
         if self.speculator is None:
             return
-        drafts = self.speculator.propose(batch, sampler_output, hidden_states)
+        drafts = self.speculator.propose(batch, sampler_output, hidden_states, taps)
         self.req_states.draft_tokens[batch.idx_mapping.long()] = drafts.token_ids
         self._drafts = AsyncDrafts(
             batch.req_ids, drafts.token_ids, drafts.num_drafts, self._copy_stream

@@ -258,16 +258,33 @@ def test_an_unknown_draft_is_no_index_and_is_not_accepted(device):
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
-def test_nans_are_counted_over_the_rows_of_a_request(monkeypatch, device):
+def test_nans_are_counted_over_the_rows_that_a_request_has_emitted(monkeypatch, device):
     monkeypatch.setattr(envs, "VLLM_COMPUTE_NANS_IN_LOGITS", True, raising=False)
-    steps = Steps(device, [SamplingParams(**GREEDY)] * 3)
-    rows = steps.rows([[1, 2], None, [3]])
+    steps = Steps(device, [SamplingParams(**GREEDY)] * 4)
+    likely = int(steps.logits(steps.rows([[], None, None, None])).argmax())
+    rows = steps.rows([[likely, 2], None, [3], [likely]])
     logits = steps.logits(rows)
-    logits[[0, 2, 2, 4], [1, 2, 3, 4]] = float("nan")
+    # Rows 0 to 2, none, 3 and 4, 5 and 6.
+    logits[[1, 1, 2, 3, 6], [2, 3, 1, 4, 1]] = float("nan")
     monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 2 * VOCAB_SIZE * 4)
     verifier = RejectionSampler(steps.sampler, SpeculativeConfig("ngram", NUM_DRAFTS))
     output = verifier(logits, rows, None)
-    assert output.num_nans.tolist() == [3, 0, 1]
+    # Row 1 has no token to accept 2 by: row 2 is never reached.
+    assert output.num_sampled.tolist() == [2, 0, 1, 2]
+    assert output.num_nans.tolist() == [2, 0, 1, 1]
+
+
+def test_a_nan_behind_a_rejected_draft_is_nobodys(monkeypatch, device):
+    monkeypatch.setattr(envs, "VLLM_COMPUTE_NANS_IN_LOGITS", True, raising=False)
+    steps = Steps(device, [SamplingParams(**GREEDY)])
+    likely = int(steps.logits(steps.rows([[]])).argmax())
+    rows = steps.rows([[likely - 1, 1]])
+    logits = steps.logits(rows)
+    logits[1:] = float("nan")
+    verifier = RejectionSampler(steps.sampler, SpeculativeConfig("ngram", NUM_DRAFTS))
+    output = verifier(logits, rows, None)
+    assert output.sampled_token_ids[0].tolist() == [likely, -1, -1, -1, -1]
+    assert output.num_nans.tolist() == [0]
 
 
 def test_synthetic_rates_come_from_the_config(device):

@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.block_table import BlockTable
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.draft_model.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import Speculator
 from vllm.v1.worker.gpu.states import RequestState
@@ -24,6 +25,9 @@ def make_speculator(
         return None
     if config.method == "ngram":
         return NgramSpeculator(config, req_states)
-    return DraftModelSpeculator(
+    speculator_class = (
+        DraftModelSpeculator if config.method == "draft_model" else DSparkSpeculator
+    )
+    return speculator_class(
         vllm_config, req_states, sampling_states, block_table, device
     )

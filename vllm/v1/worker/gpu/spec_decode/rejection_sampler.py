@@ -15,7 +15,7 @@ import torch
 from vllm.config import SpeculativeConfig
 from vllm.triton_utils import tl, triton
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.worker.gpu.batch_layout import BatchLayout
+from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import no_samples
@@ -157,9 +157,10 @@ class RejectionSampler:
         """
         if len(logits) == 0:
             return no_samples(rows.num_reqs, logits.device)
-        num_nans = None
+        nans_before = None
         if self.sampler.counts_nans:
-            num_nans = _count_nans(logits, rows.layout)
+            # The logits are about to be changed.
+            nans_before = _sum_nans(logits)
         logprob_rows = self.sampler.find_logprob_rows(rows)
         sampled, num_sampled = rejection_sample(
             partial(
@@ -182,6 +183,11 @@ class RejectionSampler:
             logprobs_tensors = self._compute_logprobs(
                 logits, token_ids, rows, logprob_rows
             )
+        num_nans = None
+        if nans_before is not None:
+            # What stands behind a rejected draft is no word of the model's.
+            first = rows.layout.cu_num_logits[:-1].long()
+            num_nans = nans_before[first + num_sampled] - nans_before[first]
         return SamplerOutput(sampled, num_sampled, logprobs_tensors, num_nans)
 
     def _process_rows(
@@ -338,20 +344,17 @@ def _accept_noise(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return philox_uniform(noise_keys(seeds, positions, Purpose.ACCEPT), 1).squeeze(1)
 
 
-def _count_nans(logits: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
-    """Return how many NaN the rows of each request hold, [num_reqs] int32."""
+def _sum_nans(logits: torch.Tensor) -> torch.Tensor:
+    """Return how many NaN stand before each row, [num_logits + 1] int32."""
     chunks = logits.split(get_max_chunk_logits(logits.shape[1]))
     counts = torch.cat([rows.isnan().sum(dim=-1) for rows in chunks])
-    sums = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return torch.diff(sums[layout.cu_num_logits.long()]).to(torch.int32)
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _flatten_sampled_torch(
     sampled: torch.Tensor, cu_num_logits: torch.Tensor, num_logits: int
 ) -> torch.Tensor:
-    batch_idx = torch.arange(len(sampled), device=sampled.device).repeat_interleave(
-        torch.diff(cu_num_logits), output_size=num_logits
-    )
+    batch_idx = find_owners(cu_num_logits[1:], num_logits)
     logit_idx = torch.arange(num_logits, device=sampled.device)
     return sampled[batch_idx, logit_idx - cu_num_logits[batch_idx]].clamp(min=0)
 

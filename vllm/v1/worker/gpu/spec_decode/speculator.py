@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm.model_executor.models.interfaces import CausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -39,8 +40,14 @@ class Speculator(ABC):
         """
         return None
 
-    def load_model(self) -> None:  # noqa: B027 - not every speculator has a model
-        """Read the weights; nothing to do for a speculator without any."""
+    def load_model(  # noqa: B027 - not every speculator has a model
+        self, target: CausalLM
+    ) -> None:
+        """Read the weights; nothing to do for a speculator without any.
+
+        Args:
+            target: loaded; it can be asked for taps, and lend what a drafter shares.
+        """
 
     def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
         """Return layer name -> spec of the layers that need a cache of their own."""
@@ -57,6 +64,7 @@ class Speculator(ABC):
         batch: InputBatch,
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
+        taps: list[torch.Tensor],
     ) -> Drafts:
         """Draft what follows the tokens that the step has sampled.
 
@@ -66,4 +74,6 @@ class Speculator(ABC):
             batch: of the step.
             sampler_output: of the step.
             hidden_states: [num_tokens, hidden_size] of the target.
+            taps: [num_tokens, hidden_size] each, of the layers that `load_model` asked
+                the target for; empty if it asked for none.
         """

@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.models.interfaces import CausalLM
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import SamplerOutput
@@ -81,7 +82,7 @@ class DraftModelSpeculator(Speculator):
     def draft_logits(self) -> torch.Tensor | None:
         return self._sampler.draft_logits
 
-    def load_model(self) -> None:
+    def load_model(self, target: CausalLM) -> None:
         self._model = load_model(self._draft_vllm_config, self._device)
 
     def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
@@ -100,6 +101,7 @@ class DraftModelSpeculator(Speculator):
         batch: InputBatch,
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
+        taps: list[torch.Tensor],
     ) -> Drafts:
         """Draft for the requests that have sampled; fill the cache for the others."""
         num_drafts = self._config.num_speculative_tokens

@@ -27,6 +27,7 @@ class NgramSpeculator(Speculator):
         batch: InputBatch,
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
+        taps: list[torch.Tensor],
     ) -> Drafts:
         """Look up the suffixes of the requests that have sampled."""
         config, states = self._config, self._req_states

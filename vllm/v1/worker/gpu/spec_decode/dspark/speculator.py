@@ -1,0 +1,253 @@
+"""A block drafter reads the target's inner states and drafts several tokens a pass."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.model_executor.layers.dense_decoder import DenseCausalLM
+from vllm.model_executor.model_loader.dspark_loader import load_dspark_model
+from vllm.model_executor.models.interfaces import CausalLM
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.block_table import BlockTable
+from vllm.v1.worker.gpu.buffer_utils import to_device
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
+from vllm.v1.worker.gpu.spec_decode.dspark.inputs import (
+    drop_rejected_slots,
+    lay_out_blocks,
+)
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.speculator import Drafts, Speculator
+from vllm.v1.worker.gpu.states import RequestState
+
+
+class DSparkSpeculator(Speculator):
+    """Runs the drafter behind the target: context of the step's tokens, then a block.
+
+    Its KV lives in blocks of the same ids as the target's, so that a cached prefix has
+    both. A block's own KV is scratch behind the context, and the context of the next
+    tokens is written over it.
+
+    Args:
+        vllm_config: of the engine.
+        req_states: the requests' tokens.
+        sampling_states: their temperatures and seeds.
+        block_table: of the target and the drafter.
+        device: where the drafter runs.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        req_states: RequestState,
+        sampling_states: SamplingStates,
+        block_table: BlockTable,
+        device: torch.device,
+    ) -> None:
+        config = vllm_config.speculative_config
+        assert config is not None, "a drafter needs a speculative_config"
+        assert config.model is not None, "a drafter needs a path"
+        assert config.dspark_config is not None, "a drafter needs its numbers"
+        self._path = config.model
+        self._num_drafts = config.num_speculative_tokens
+        self._max_len = config.max_model_len
+        self._dspark_config = config.dspark_config
+        self._req_states = req_states
+        self._block_table = block_table
+        self._device = device
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        vocab_size = vllm_config.model_config.vocab_size
+        # Bounds the logits that exist at once.
+        self._max_chunk_reqs = max(
+            get_max_chunk_logits(vocab_size) // self._num_drafts, 1
+        )
+        self._sampler = DraftSampler(
+            config,
+            vllm_config.scheduler_config.max_num_seqs,
+            vocab_size,
+            sampling_states,
+            device,
+        )
+
+    @property
+    def draft_logits(self) -> torch.Tensor | None:
+        return self._sampler.draft_logits
+
+    def load_model(self, target: CausalLM) -> None:
+        """Read the weights, and make the target return what the drafter reads."""
+        assert isinstance(target, DenseCausalLM), "its layers can be tapped"
+        self._model = load_dspark_model(
+            self._path, self._dspark_config, target, self._max_len, self._device
+        )
+        target.set_aux_hidden_state_layers(
+            self._dspark_config.aux_hidden_state_layer_ids
+        )
+
+    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+        return self._model.get_kv_cache_specs(block_size)
+
+    def initialize_kv_cache(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
+
+    def propose(
+        self,
+        batch: InputBatch,
+        sampler_output: SamplerOutput,
+        hidden_states: torch.Tensor,
+        taps: list[torch.Tensor],
+    ) -> Drafts:
+        """Draft for the requests that have sampled; write the context of all."""
+        # Before any block is run: a request may share cache blocks with another one
+        # whose prompt was computed in this very step.
+        self._write_context(batch, taps)
+        shape = batch.num_reqs, self._num_drafts
+        drafts = torch.full(shape, -1, dtype=torch.int64, device=self._device)
+        num_drafts = torch.zeros(batch.num_reqs, dtype=torch.int32, device=self._device)
+        confidence_probs = None
+        if self._dspark_config.enable_confidence_head:
+            confidence_probs = torch.zeros(shape, device=self._device)
+        is_sampling_np = np.diff(batch.layout.cu_num_logits_np) > 0
+        if is_sampling_np.any():
+            rows = to_device(np.flatnonzero(is_sampling_np), self._device)
+            drafted = self._draft(batch, rows)
+            drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
+            if confidence_probs is not None and drafted.confidence_probs is not None:
+                confidence_probs[rows] = drafted.confidence_probs
+        return Drafts(drafts, num_drafts, confidence_probs)
+
+    def _write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
+        metadata = build_attn_metadata(batch, self._block_table)
+        slot_mapping = drop_rejected_slots(
+            metadata.slot_mapping,
+            batch.positions,
+            metadata.query_start_loc,
+            self._req_states.num_computed_tokens.gpu[batch.idx_mapping],
+            self._max_len,
+        )
+        metadata = replace(metadata, slot_mapping=slot_mapping)
+        # A token past the drafter's context has no rotation of its own.
+        positions = batch.positions.clamp(max=self._max_len - 1)
+        with set_forward_context(ForwardContext(metadata, self._kv_caches)):
+            fused = self._model.combine_hidden_states(taps)
+            self._model.write_context_kv(fused, positions)
+
+    def _draft(self, batch: InputBatch, rows: torch.Tensor) -> Drafts:
+        """Return the drafts of these requests of the batch."""
+        states = self._req_states
+        idx_mapping = batch.idx_mapping[rows]
+        # The target has not computed the last known token.
+        anchor = states.num_computed_tokens.gpu[idx_mapping].long()
+        # A token past the end of the target's context was not kept; no draft follows.
+        last = states.all_token_ids.gpu.shape[1] - 1
+        anchor_ids = states.all_token_ids.gpu[idx_mapping, anchor.clamp(max=last)]
+        anchor_ids = anchor_ids.long()
+        hidden = self._run_blocks(batch, idx_mapping, anchor, anchor_ids)
+        parts = [
+            self._draw(*part)
+            for part in zip(
+                hidden[:, : self._num_drafts].split(self._max_chunk_reqs),
+                anchor_ids.split(self._max_chunk_reqs),
+                idx_mapping.split(self._max_chunk_reqs),
+                anchor.split(self._max_chunk_reqs),
+                strict=True,
+            )
+        ]
+        drafts = torch.cat([part[0] for part in parts])
+        logits = [part[1] for part in parts if part[1] is not None]
+        # A drafter that fails, such as with NaN, trusts none of its drafts.
+        confidence = torch.cat(logits).sigmoid().nan_to_num(0.0) if logits else None
+        # A draft is read from the slot before it, or from its own.
+        config = self._dspark_config
+        num_silent = config.block_size - config.num_draft_tokens
+        num_drafts = (self._max_len - num_silent - anchor).clamp(0, self._num_drafts)
+        steps = torch.arange(self._num_drafts, device=self._device)
+        is_past_end = steps >= num_drafts.unsqueeze(1)
+        return Drafts(
+            drafts.masked_fill_(is_past_end, -1), num_drafts.to(torch.int32), confidence
+        )
+
+    def _run_blocks(
+        self,
+        batch: InputBatch,
+        idx_mapping: torch.Tensor,
+        anchor: torch.Tensor,
+        anchor_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return [num_rows, num_draft_tokens, hidden_size] of a block a request."""
+        config = self._dspark_config
+        num_slots, num_rows = config.block_size, len(anchor)
+        max_seq_len = min(batch.max_seq_len + num_slots, self._max_len)
+        blocks = self._block_table.gather(idx_mapping, max_seq_len)
+        inputs = lay_out_blocks(
+            anchor_ids,
+            anchor,
+            num_slots,
+            config.mask_token_id,
+            blocks,
+            self._block_table.block_size,
+            self._max_len,
+        )
+        metadata = AttentionMetadata(
+            query_start_loc=torch.arange(
+                0,
+                (num_rows + 1) * num_slots,
+                num_slots,
+                dtype=torch.int32,
+                device=self._device,
+            ),
+            seq_lens=inputs.seq_lens,
+            block_table=blocks,
+            slot_mapping=inputs.slot_mapping,
+            num_tokens=num_rows * num_slots,
+            max_query_len=num_slots,
+            max_seq_len=max_seq_len,
+            block_size=self._block_table.block_size,
+            is_causal=False,
+        )
+        with set_forward_context(ForwardContext(metadata, self._kv_caches)):
+            return self._model(inputs.input_ids, inputs.positions)
+
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        anchor: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw the drafts from left to right, each knowing the one before.
+
+        Args:
+            hidden: [R, num_speculative_tokens, hidden_size].
+            anchor_ids: [R] int64.
+            idx_mapping: [R] int32.
+            anchor: [R] int64.
+
+        Returns:
+            Drafts [R, num_speculative_tokens] int64, and logits of their acceptance,
+            or None without such a head.
+        """
+        model = self._model
+        num_rows, num_drafts, _ = hidden.shape
+        # One product for all drafts, a draft's rows side by side.
+        base = model.compute_base_logits(hidden.transpose(0, 1).flatten(0, 1))
+        base = base.view(num_drafts, num_rows, -1)
+        state = model.initial_markov_state(num_rows, hidden)
+        tokens, embeddings = [anchor_ids], []
+        for step in range(num_drafts):
+            embedding = model.markov_embed(tokens[-1])
+            bias, state = model.markov_bias(embedding, hidden[:, step], state)
+            logits = base[step] if bias is None else base[step] + bias
+            logits = model.map_logits_to_target(logits)
+            tokens.append(self._sampler.sample(logits, idx_mapping, anchor, step))
+            if embedding is not None:
+                embeddings.append(embedding)
+        embedded = torch.stack(embeddings, dim=1) if embeddings else None
+        confidence = model.compute_confidence(hidden, embedded)
+        return torch.stack(tokens[1:], dim=1), confidence
