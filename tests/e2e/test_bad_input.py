@@ -104,6 +104,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"stream_options": {"include_usage": True}},
         "stream_options",
     ),
+    "drafts negative": (CHAT, {"num_speculative_tokens": -1}, "num_speculative_tokens"),
+    "drafts text": (CHAT, {"num_speculative_tokens": "3"}, "num_speculative_tokens"),
     "no messages": (CHAT, {"messages": []}, "messages"),
     "messages are text": (CHAT, {"messages": "hello"}, "messages"),
     "image": (
