@@ -6,11 +6,12 @@ import torch
 from tests.model_executor.dspark_harness import make_config as make_draft_config
 from tests.model_executor.harness import Session, make_config
 from tests.model_executor.hf_reference import tiny_model
+from vllm.speculator_training import batches
 from vllm.speculator_training.batches import Drafting
 from vllm.speculator_training.dataset import Sequence
 from vllm.speculator_training.drafter import make_drafter
 from vllm.speculator_training.features import FeatureStore, TargetRunner
-from vllm.speculator_training.losses import LossWeights
+from vllm.speculator_training.losses import LossWeights, compute_draft_losses
 from vllm.speculator_training.rollout import roll_out
 
 CONFIG = make_draft_config()
@@ -76,6 +77,39 @@ def test_a_token_outside_the_vocabulary_has_no_draft_id(store):
     assert losses.total.isfinite()
 
 
+def test_losses_of_a_few_blocks_at_a_time_are_those_of_all_at_once(store, monkeypatch):
+    ids = store.sequences[0].token_ids.unique()
+    drafting = make_drafting(store, ids)
+    model, weights = drafting.model, LossWeights()
+    with torch.no_grad():
+        model.markov_head.markov_w2.weight.normal_()
+        model.confidence_head.proj.weight.normal_()
+    batch = drafting.run([0, 2], torch.Generator().manual_seed(0))
+    whole = compute_draft_losses(
+        model.compute_logits(batch.hidden, batch.predecessors),
+        drafting.target_probs(batch.final)[batch.final_idx],
+        drafting.draft_labels(batch.labels),
+        batch.is_valid,
+        model.compute_confidence(batch.hidden, batch.predecessors),
+        weights,
+    )
+    whole.total.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    monkeypatch.setattr(batches, "_NUM_BLOCKS_AT_ONCE", 7)
+    batch = drafting.run([0, 2], torch.Generator().manual_seed(0))
+    losses = drafting.backward(batch, weights)
+    for name in ("total", "cross_entropy", "total_variation", "confidence"):
+        torch.testing.assert_close(getattr(losses, name), getattr(whole, name).detach())
+    torch.testing.assert_close(losses.acceptance, whole.acceptance)
+    torch.testing.assert_close(
+        {name: p.grad for name, p in model.named_parameters()},
+        expected,
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
 def test_a_drafter_that_says_the_answers_is_always_accepted(store):
     """Train on the answers until they are known by heart, then replay them."""
     drafting = make_drafting(store)
@@ -85,9 +119,8 @@ def test_a_drafter_that_says_the_answers_is_always_accepted(store):
     torch.set_num_threads(1)
     for step in range(150):
         batch = drafting.run([0, 1, 2], torch.Generator().manual_seed(step))
-        losses = drafting.compute_losses(batch, LossWeights(cross_entropy=1.0))
         optimizer.zero_grad()
-        losses.total.backward()
+        drafting.backward(batch, LossWeights(cross_entropy=1.0))
         optimizer.step()
     (rollouts,) = roll_out(drafting, [0, 1, 2], batch_size=2, seed=0)
     torch.set_num_threads(num_threads)

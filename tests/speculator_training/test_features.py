@@ -16,12 +16,13 @@ from vllm.speculator_training.drafter import (
     make_drafter,
     open_drafter,
 )
-from vllm.speculator_training.features import FeatureStore, TargetRunner
+from vllm.speculator_training.features import Features, FeatureStore, TargetRunner
 from vllm.speculator_training.settings import TrainingError
 
 CONFIG = make_draft_config()
 LAYER_IDS = CONFIG.aux_hidden_state_layer_ids
 TOKENS = torch.arange(3, 43)
+ONE = Sequence(TOKENS, 5, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +43,39 @@ def make_store(runner, path, num_sequences=3, dtype=torch.float32) -> FeatureSto
 
 
 def test_states_are_those_of_the_model(runner):
-    features = runner.run(TOKENS)
+    (features,) = runner.run([ONE])
     taps = target_taps(runner.target, CONFIG, TOKENS.tolist())
-    assert torch.equal(features[:, :-1], torch.stack(taps, dim=1))
+    assert torch.equal(features.states[:, :-1], torch.stack(taps, dim=1))
     runner.target.set_aux_hidden_state_layers(())
     logits = Session(runner.target).logits(TOKENS.tolist())
     runner.target.set_aux_hidden_state_layers(LAYER_IDS)
-    assert torch.equal(runner.compute_logits(features[:, -1]), logits)
+    assert torch.equal(runner.compute_logits(features.states[:, -1]), logits)
+    expected = logits.logsumexp(dim=-1)
+    expected[: ONE.num_prompt_tokens] = 0
+    torch.testing.assert_close(features.normalizers, expected)
 
 
 def test_a_sequence_does_not_see_the_one_before_it(runner):
-    first = runner.run(TOKENS)
-    runner.run(TOKENS.flip(0))
-    assert torch.equal(runner.run(TOKENS), first)
+    (first,) = runner.run([ONE])
+    others = [replace(ONE, token_ids=TOKENS.flip(0)[:n]) for n in (3, 40, 17) * 4]
+    for place in (0, 7, 12):
+        company = [*others[:place], ONE, *others[place:]]
+        assert torch.equal(runner.run(company)[place].states, first.states)
+
+
+def test_narrow_products_are_near_those_of_float32(runner, folder):
+    config = make_config(str(folder))
+    narrow = TargetRunner(config, LAYER_IDS, 64, torch.bfloat16)
+    (features,), (exact,) = narrow.run([ONE]), runner.run([ONE])
+    assert features.states.dtype == torch.float32
+    assert not torch.equal(features.states, exact.states)
+    error = (features.states - exact.states).norm() / exact.states.norm()
+    assert float(error) < 0.1
+    torch.testing.assert_close(
+        features.normalizers, exact.normalizers, rtol=0.02, atol=0.05
+    )
+    # What is lent to the drafter is not narrowed.
+    assert torch.equal(narrow.head_rows(None), runner.head_rows(None))
 
 
 def test_rows_of_the_output_layer_are_its_weights(runner, folder):
@@ -68,11 +89,13 @@ def test_kept_states_are_read_back_in_a_later_run(runner, tmp_path, monkeypatch)
     path = str(tmp_path / "states.bin")
     make_store(runner, path).fill()
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", lambda token_ids: pytest.fail("computed again"))
+        patch.setattr(runner, "run", lambda sequences: pytest.fail("computed again"))
         store = make_store(runner, path)
         store.fill()
-        kept = store.get(1)
-    assert torch.equal(kept, runner.run(TOKENS + 1))
+        (kept,) = store.get([1])
+    (again,) = runner.run([store.sequences[1]])
+    assert torch.equal(kept.states, again.states)
+    assert torch.equal(kept.normalizers, again.normalizers)
 
 
 def test_states_of_other_sequences_are_computed_anew(runner, tmp_path):
@@ -80,13 +103,15 @@ def test_states_of_other_sequences_are_computed_anew(runner, tmp_path):
     make_store(runner, path, num_sequences=2).fill()
     store = make_store(runner, path)
     store.fill()
-    assert torch.equal(store.get(2), runner.run(TOKENS + 2))
+    (kept,), (again,) = store.get([2]), runner.run([store.sequences[2]])
+    assert torch.equal(kept.states, again.states)
 
 
 def test_states_beyond_half_precision_are_told(runner, tmp_path, monkeypatch):
     store = make_store(runner, str(tmp_path / "states.bin"), dtype=torch.float16)
-    shape = len(TOKENS), len(LAYER_IDS) + 1, 64
-    monkeypatch.setattr(runner, "run", lambda token_ids: torch.full(shape, 1e5))
+    states = torch.full((len(TOKENS), len(LAYER_IDS) + 1, 64), 1e5)
+    large = Features(states, torch.zeros(len(TOKENS)))
+    monkeypatch.setattr(runner, "run", lambda sequences: [large] * len(sequences))
     with pytest.raises(TrainingError, match="another --feature-dtype"):
         store.fill()
 

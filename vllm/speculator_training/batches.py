@@ -1,9 +1,11 @@
 """Batches of blocks, and what a drafter says to them."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm.speculator_training.anchors import build_blocks, sample_anchors
@@ -11,13 +13,17 @@ from vllm.speculator_training.features import FeatureStore
 from vllm.speculator_training.losses import (
     DraftLosses,
     LossWeights,
+    add_losses,
     compute_draft_losses,
     compute_target_probs,
+    compute_weight_sums,
 )
 from vllm.speculator_training.modeling import DSparkTrainingModel
 
 # Rows of the whole vocabulary at once, which bounds their memory.
 _NUM_LOGIT_ROWS = 512
+# Blocks whose logits exist at once: few enough for the caches.
+_NUM_BLOCKS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class DraftBatch:
         is_valid: [n, K] bool, a prefix of each block.
         final: [U, hidden_size], the target's states that predict labels, each once:
             blocks overlap, and the target's vocabulary is what costs most.
+        normalizers: [U] float32, of those states; see `Features`.
         final_idx: [n, K] int64, the row of `final` for each label.
     """
 
@@ -39,6 +46,7 @@ class DraftBatch:
     labels: torch.Tensor
     is_valid: torch.Tensor
     final: torch.Tensor
+    normalizers: torch.Tensor
     final_idx: torch.Tensor
 
 
@@ -48,6 +56,7 @@ class Drafting:
     Args:
         draft_token_ids: [draft_vocab_size] int64, the target's ids; None for all.
         num_anchors: blocks of a sequence.
+        compute_dtype: of matrix products.
     """
 
     def __init__(
@@ -56,8 +65,12 @@ class Drafting:
         store: FeatureStore,
         draft_token_ids: torch.Tensor | None,
         num_anchors: int,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
+        self.compute_dtype = compute_dtype
+        # Not cast anew for each product.
+        self._head = model.head.to(compute_dtype)
         self.store = store
         self.num_anchors = num_anchors
         device = store.runner.device
@@ -90,12 +103,13 @@ class Drafting:
             config.mask_token_id,
         )
         device = self.store.runner.device
-        features = pad_sequence(
-            [self.store.get(idx) for idx in indices], batch_first=True
-        )
-        taps, final = features[:, :, :-1].flatten(2), features[:, :, -1]
+        features = self.store.get(indices)
+        states = pad_sequence([f.states for f in features], batch_first=True)
+        normalizers = pad_sequence([f.normalizers for f in features], batch_first=True)
+        taps, final = states[:, :, :-1].flatten(2), states[:, :, -1]
         positions = blocks.positions.to(device)
-        hidden = self.model(taps, blocks.input_ids.to(device), positions)
+        with self._narrow_products():
+            hidden = self.model(taps, blocks.input_ids.to(device), positions)
         # Without drafts from the anchor's slot, there is one fewer than positions.
         num_drafts = hidden.shape[2]
         rows = positions[:, :, :num_drafts].clamp(max=token_ids.shape[1] - 1)
@@ -114,19 +128,70 @@ class Drafting:
             pick(blocks.labels),
             pick(blocks.is_valid),
             final.flatten(0, 1)[used],
+            normalizers.flatten()[used],
             final_idx,
         )
 
+    @torch.no_grad()
     def compute_losses(self, batch: DraftBatch, weights: LossWeights) -> DraftLosses:
-        """Return the losses of a batch, to be differentiated."""
-        return compute_draft_losses(
-            self.model.compute_logits(batch.hidden, batch.predecessors),
-            self.target_probs(batch.final)[batch.final_idx],
-            self.draft_labels(batch.labels),
-            batch.is_valid,
-            self.model.compute_confidence(batch.hidden, batch.predecessors),
-            weights,
-        )
+        """Return the losses of a batch."""
+        embeddings = self.model.embed_predecessors(batch.predecessors)
+        return add_losses(self._losses(batch, weights, batch.hidden, embeddings))
+
+    def backward(self, batch: DraftBatch, weights: LossWeights) -> DraftLosses:
+        """Add a batch's gradients to those of the drafter; return its losses.
+
+        Logits and their gradients exist for a few blocks at a time only.
+        """
+        embeddings = self.model.embed_predecessors(batch.predecessors)
+        roots = [batch.hidden] if embeddings is None else [batch.hidden, embeddings]
+        leaves = [root.detach().requires_grad_() for root in roots]
+        inputs = leaves[0], None if embeddings is None else leaves[1]
+        parts = []
+        for losses in self._losses(batch, weights, *inputs):
+            losses.total.backward()
+            parts.append(losses.detach())
+        torch.autograd.backward(roots, [leaf.grad for leaf in leaves])
+        return add_losses(parts)
+
+    def _losses(
+        self,
+        batch: DraftBatch,
+        weights: LossWeights,
+        hidden: torch.Tensor,
+        embeddings: torch.Tensor | None,
+    ) -> Iterator[DraftLosses]:
+        """Yield the losses of a few blocks after another, which add up."""
+        labels = self.draft_labels(batch.labels)
+        sums = compute_weight_sums(labels, batch.is_valid, weights)
+        with self._narrow_products():
+            target_probs = self._known_target_probs(batch.final, batch.normalizers)
+            for start in range(0, len(labels), _NUM_BLOCKS_AT_ONCE):
+                part = slice(start, start + _NUM_BLOCKS_AT_ONCE)
+                inputs = hidden[part], None if embeddings is None else embeddings[part]
+                yield compute_draft_losses(
+                    self.model.logits_of(*inputs, self._head),
+                    target_probs[batch.final_idx[part]],
+                    labels[part],
+                    batch.is_valid[part],
+                    self.model.confidence_of(*inputs),
+                    weights,
+                    sums,
+                )
+
+    @torch.no_grad()
+    def _known_target_probs(
+        self, final: torch.Tensor, normalizers: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [U, draft_vocab_size] at temperature 1, without the other tokens."""
+        logits = F.linear(final.to(self.compute_dtype), self._head).float()
+        # The normalizers were rounded elsewhere: no probability is above one.
+        return logits.sub_(normalizers[:, None]).clamp_(max=0).exp_()
+
+    def _narrow_products(self) -> torch.autocast:
+        device_type = self.store.runner.device.type
+        is_narrow = self.compute_dtype != torch.float32
+        return torch.autocast(device_type, self.compute_dtype, enabled=is_narrow)
 
     @torch.no_grad()
     def target_probs(

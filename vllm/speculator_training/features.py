@@ -2,13 +2,18 @@
 
 import json
 import os
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from tqdm.auto import tqdm
 
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
+from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.model_loader import load_model
 from vllm.speculator_training.dataset import Sequence
 from vllm.speculator_training.settings import TrainingError
@@ -16,20 +21,41 @@ from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.attention.selector import get_attn_backend
 
 _BLOCK_SIZE = 16
-# Sequences after which the progress is noted.
-_NOTE_EVERY = 64
+# Sequences that are computed, and noted, at once.
+_NUM_AT_ONCE = 8
+# Rows of the whole vocabulary at once, which bounds their memory.
+_NUM_LOGIT_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a drafter reads and learns from, for the S tokens of a sequence.
+
+    Args:
+        states: [S, number of taps + 1, hidden_size], the final normed state last.
+        normalizers: [S] float32, the logarithm of the sum of exponentials of all of
+            the target's logits; 0 before the answer.
+    """
+
+    states: torch.Tensor
+    normalizers: torch.Tensor
 
 
 class TargetRunner:
-    """Runs whole sequences through the target, one at a time.
+    """Runs whole sequences through the target.
 
     Args:
         layer_ids: tapped, as `SupportsTaps` counts.
         max_tokens: of the longest sequence.
+        compute_dtype: of the linear layers' products.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, layer_ids: tuple[int, ...], max_tokens: int
+        self,
+        vllm_config: VllmConfig,
+        layer_ids: tuple[int, ...],
+        max_tokens: int,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.device = torch.device(vllm_config.device_config.device)
         target = load_model(vllm_config, self.device)
@@ -40,9 +66,14 @@ class TargetRunner:
             )
         self.target = target
         target.set_aux_hidden_state_layers(layer_ids)
+        self._lm_head: nn.Module = target.lm_head
+        if compute_dtype != torch.float32 and target.dtype == torch.float32:
+            _replace_linears(target.model, compute_dtype)
+            self._lm_head = _HalfLinear(target.lm_head, compute_dtype)
         specs = target.get_kv_cache_specs(_BLOCK_SIZE)
         spec = next(iter(specs.values()))
-        num_blocks = -(-max_tokens // _BLOCK_SIZE) + 1
+        self._blocks_a_sequence = -(-max_tokens // _BLOCK_SIZE)
+        num_blocks = 1 + _NUM_AT_ONCE * self._blocks_a_sequence
         backend = get_attn_backend(self.device, target.dtype)
         shape = backend.get_kv_cache_shape(
             num_blocks, _BLOCK_SIZE, spec.num_kv_heads, spec.head_size
@@ -54,30 +85,53 @@ class TargetRunner:
         # Block 0 is the null block.
         self._block_table = torch.arange(
             1, num_blocks, dtype=torch.int32, device=self.device
-        )[None]
+        ).view(_NUM_AT_ONCE, -1)
 
     @torch.no_grad()
-    def run(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return [S, number of taps + 1, hidden_size], the final normed state last."""
-        num_tokens = len(token_ids)
-        positions = torch.arange(num_tokens, device=self.device)
+    def run(self, sequences: Items[Sequence]) -> list[Features]:
+        """Return the features of some sequences, as many at once as there is room."""
+        return [
+            features
+            for start in range(0, len(sequences), _NUM_AT_ONCE)
+            for features in self._run(sequences[start : start + _NUM_AT_ONCE])
+        ]
 
-        def count(*values: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
-
+    def _run(self, sequences: Items[Sequence]) -> list[Features]:
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        first_blocks = 1 + torch.arange(len(lengths)) * self._blocks_a_sequence
+        first_slots = first_blocks.repeat_interleave(torch.tensor(lengths))
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
         metadata = AttentionMetadata(
-            query_start_loc=count(0, num_tokens),
-            seq_lens=count(num_tokens),
-            block_table=self._block_table,
-            slot_mapping=positions + _BLOCK_SIZE,
-            num_tokens=num_tokens,
-            max_query_len=num_tokens,
-            max_seq_len=num_tokens,
+            query_start_loc=starts.to(self.device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            block_table=self._block_table[: len(lengths)],
+            slot_mapping=(positions + first_slots * _BLOCK_SIZE).to(self.device),
+            num_tokens=sum(lengths),
+            max_query_len=max(lengths),
+            max_seq_len=max(lengths),
             block_size=_BLOCK_SIZE,
         )
+        token_ids = torch.cat([sequence.token_ids for sequence in sequences])
         with set_forward_context(ForwardContext(metadata, self._kv_caches)):
-            final, taps = self.target(token_ids.to(self.device), positions)
-        return torch.stack([*taps, final], dim=1)
+            final, taps = self.target(
+                token_ids.to(self.device), positions.to(self.device)
+            )
+        pieces = torch.stack([*taps, final], dim=1).split(lengths)
+        return [
+            Features(states, self._compute_normalizers(states[:, -1], sequence))
+            for states, sequence in zip(pieces, sequences, strict=True)
+        ]
+
+    def _compute_normalizers(
+        self, final: torch.Tensor, sequence: Sequence
+    ) -> torch.Tensor:
+        num_prompt_tokens = sequence.num_prompt_tokens
+        rows = final[num_prompt_tokens:].split(_NUM_LOGIT_ROWS)
+        before = torch.zeros(num_prompt_tokens, device=final.device)
+        return torch.cat(
+            [before, *(self._lm_head(part).float().logsumexp(dim=-1) for part in rows)]
+        )
 
     @torch.no_grad()
     def compute_logits(self, final: torch.Tensor) -> torch.Tensor:
@@ -87,13 +141,8 @@ class TargetRunner:
     @torch.no_grad()
     def head_rows(self, token_ids: torch.Tensor | None) -> torch.Tensor:
         """Return [n, hidden_size] float32, the output layer's rows; None for all."""
-        size = self.target.model.norm.weight.shape[0]
-        rows = []
-        # A unit vector's logits are a column of the weight, whatever its layout.
-        for units in torch.eye(size, device=self.device).split(64):
-            columns = self.compute_logits(units)
-            rows.append(columns if token_ids is None else columns[:, token_ids])
-        return torch.cat(rows).T.contiguous()
+        rows = self.target.lm_head.unpack().float()
+        return rows if token_ids is None else rows[token_ids]
 
     def embedding(self) -> torch.Tensor:
         """Return [vocab_size, hidden_size] float32."""
@@ -126,10 +175,14 @@ class FeatureStore:
         self._row_shape = (num_features, hidden_size)
         self._rows: torch.Tensor | None = None
         if path is not None:
-            num_values = self._starts[-1] * num_features * hidden_size
+            num_tokens = self._starts[-1]
+            num_values = num_tokens * num_features * hidden_size
             self._rows = torch.from_file(
                 path, shared=True, size=num_values, dtype=dtype
             ).view(-1, num_features, hidden_size)
+            self._normalizers = torch.from_file(
+                f"{path}.normalizers", shared=True, size=num_tokens
+            )
 
     def fill(self) -> None:
         """Compute what the file lacks; a killed run's part is kept.
@@ -140,30 +193,41 @@ class FeatureStore:
         if self._rows is None:
             return
         num_done = self._read_note()
-        bar = tqdm(
-            range(num_done, len(self.sequences)),
-            initial=num_done,
-            total=len(self.sequences),
-            desc="States",
-            unit="seq",
-        )
-        for idx in bar:
-            rows = self.runner.run(self.sequences[idx].token_ids).to(self._rows.dtype)
-            if not rows.isfinite().all():
-                raise TrainingError(
-                    f"the target's states do not fit {self._rows.dtype}: choose "
-                    "another --feature-dtype"
-                )
-            self._rows[self._starts[idx] : self._starts[idx + 1]] = rows.cpu()
-            if (idx + 1) % _NOTE_EVERY == 0 or idx + 1 == len(self.sequences):
-                self._write_note(idx + 1)
+        total = len(self.sequences)
+        with tqdm(total=total, initial=num_done, desc="States", unit="seq") as bar:
+            while num_done < total:
+                part = self.sequences[num_done : num_done + _NUM_AT_ONCE]
+                for idx, features in enumerate(self.runner.run(part), num_done):
+                    self._put(idx, features)
+                num_done += len(part)
+                self._write_note(num_done)
+                bar.update(len(part))
 
-    def get(self, idx: int) -> torch.Tensor:
-        """Return [S, number of taps + 1, hidden_size] float32 of one sequence."""
+    def _put(self, idx: int, features: Features) -> None:
+        assert self._rows is not None, "asked for with a file only"
+        rows = features.states.to(self._rows.dtype)
+        if not rows.isfinite().all():
+            raise TrainingError(
+                f"the target's states do not fit {self._rows.dtype}: choose "
+                "another --feature-dtype"
+            )
+        span = slice(self._starts[idx], self._starts[idx + 1])
+        self._rows[span] = rows.cpu()
+        self._normalizers[span] = features.normalizers.cpu()
+
+    def get(self, indices: Items[int]) -> list[Features]:
+        """Return the features of some sequences, with states in float32."""
         if self._rows is None:
-            return self.runner.run(self.sequences[idx].token_ids).float()
-        rows = self._rows[self._starts[idx] : self._starts[idx + 1]]
-        return rows.to(self.runner.device).float()
+            computed = self.runner.run([self.sequences[idx] for idx in indices])
+            return [Features(f.states.float(), f.normalizers) for f in computed]
+        device = self.runner.device
+        spans = [slice(self._starts[idx], self._starts[idx + 1]) for idx in indices]
+        return [
+            Features(
+                self._rows[span].to(device).float(), self._normalizers[span].to(device)
+            )
+            for span in spans
+        ]
 
     def _key(self) -> list[int]:
         return [*self._row_shape, self._starts[-1], len(self.sequences)]
@@ -181,3 +245,25 @@ class FeatureStore:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"num_done": num_done, "key": self._key()}, file)
         os.replace(path, f"{self._path}.json")
+
+
+class _HalfLinear(nn.Module):
+    """A linear layer that multiplies in a narrow dtype, and adds up in float32."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.unpack().to(dtype), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x.to(self.weight.dtype), self.weight).float()
+        return y if self.bias is None else y + self.bias
+
+
+@torch.no_grad()
+def _replace_linears(module: nn.Module, dtype: torch.dtype) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, Linear):
+            setattr(module, name, _HalfLinear(child, dtype))
+        else:
+            _replace_linears(child, dtype)

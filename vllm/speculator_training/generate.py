@@ -19,7 +19,7 @@ from vllm.speculator_training.prompts import (
 from vllm.speculator_training.settings import DataSettings, TrainingError
 
 # What is lost at the most when a run is killed.
-CHUNK_SIZE = 64
+CHUNK_SIZE = 256
 # Chunks without a new prompt until the model has no more of them.
 _MAX_EMPTY_CHUNKS = 3
 # Keeps the draws of prompts and of answers apart.

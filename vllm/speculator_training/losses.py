@@ -3,7 +3,8 @@
 Source: "DSpark", arXiv:2607.05147. All distributions are at temperature 1, unfiltered.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,38 @@ class DraftLosses:
     total_variation: torch.Tensor
     confidence: torch.Tensor
     acceptance: torch.Tensor
+
+    def detach(self) -> "DraftLosses":
+        """Return the values alone."""
+        return DraftLosses(*(getattr(self, f.name).detach() for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class WeightSums:
+    """What the losses of some blocks are divided by.
+
+    Args:
+        valid: scalar, the weights of all labels.
+        with_label: scalar, of those that can be drafted.
+    """
+
+    valid: torch.Tensor
+    with_label: torch.Tensor
+
+
+def compute_weight_sums(
+    draft_labels: torch.Tensor, is_valid: torch.Tensor, weights: LossWeights
+) -> WeightSums:
+    """Return the divisors for n blocks.
+
+    Args:
+        draft_labels: [n, K] int64, -1 for a token that cannot be drafted.
+        is_valid: [n, K] bool.
+    """
+    weight = _position_weight(is_valid, weights)
+    return WeightSums(
+        weight.sum() + _EPSILON, (weight * (draft_labels >= 0)).sum() + _EPSILON
+    )
 
 
 def compute_position_weights(num_draft_tokens: int, decay: float) -> torch.Tensor:
@@ -89,6 +122,7 @@ def compute_draft_losses(
     is_valid: torch.Tensor,
     confidence_logits: torch.Tensor | None,
     weights: LossWeights,
+    weight_sums: WeightSums | None = None,
 ) -> DraftLosses:
     """Compute the losses of n blocks.
 
@@ -99,23 +133,26 @@ def compute_draft_losses(
             which the cross entropy leaves out.
         is_valid: [n, K] bool.
         confidence_logits: [n, K], uncalibrated; None without such a head.
+        weight_sums: of all blocks, where these are a part of them: the losses of the
+            parts then add up to those of the whole. None for a whole.
     """
     log_probs = draft_logits.float().log_softmax(dim=-1)
     distance = compute_total_variation(log_probs.exp(), target_probs)
     acceptance = (1 - distance / 2).clamp(0, 1).detach()
 
-    position_weights = compute_position_weights(draft_logits.shape[1], weights.decay)
-    weight = is_valid * position_weights.to(draft_logits.device)
+    weight = _position_weight(is_valid, weights)
     has_label = draft_labels >= 0
+    if weight_sums is None:
+        weight_sums = compute_weight_sums(draft_labels, is_valid, weights)
     picked = log_probs.gather(-1, draft_labels.clamp(min=0)[..., None])[..., 0]
-    cross_entropy = _weighted_mean(-picked, weight * has_label)
-    total_variation = _weighted_mean(distance, weight)
+    cross_entropy = (-picked * weight * has_label).sum() / weight_sums.with_label
+    total_variation = (distance * weight).sum() / weight_sums.valid
     confidence = draft_logits.new_zeros(())
     if confidence_logits is not None:
         each = F.binary_cross_entropy_with_logits(
             confidence_logits.float(), acceptance, reduction="none"
         )
-        confidence = _weighted_mean(each, weight)
+        confidence = (each * weight).sum() / weight_sums.valid
     total = (
         weights.cross_entropy * cross_entropy
         + weights.total_variation * total_variation
@@ -123,6 +160,18 @@ def compute_draft_losses(
     )
     return DraftLosses(
         total, cross_entropy, total_variation, confidence, acceptance * is_valid
+    )
+
+
+def add_losses(parts: Iterable[DraftLosses]) -> DraftLosses:
+    """Return the losses of all blocks from those of their parts."""
+    parts = list(parts)
+    return DraftLosses(
+        total=torch.stack([part.total for part in parts]).sum(),
+        cross_entropy=torch.stack([part.cross_entropy for part in parts]).sum(),
+        total_variation=torch.stack([part.total_variation for part in parts]).sum(),
+        confidence=torch.stack([part.confidence for part in parts]).sum(),
+        acceptance=torch.cat([part.acceptance for part in parts]),
     )
 
 
@@ -135,5 +184,6 @@ def compute_expected_length(acceptance: torch.Tensor) -> torch.Tensor:
     return 1 + acceptance.cumprod(dim=-1).sum(dim=-1).mean()
 
 
-def _weighted_mean(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (values * weight).sum() / (weight.sum() + _EPSILON)
+def _position_weight(is_valid: torch.Tensor, weights: LossWeights) -> torch.Tensor:
+    position_weights = compute_position_weights(is_valid.shape[1], weights.decay)
+    return is_valid * position_weights.to(is_valid.device)

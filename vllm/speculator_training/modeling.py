@@ -94,10 +94,30 @@ class DSparkTrainingModel(nn.Module):
             hidden: [n, K, hidden_size].
             predecessors: [n, K] int64, the target's ids before each draft.
         """
-        logits = F.linear(hidden, self.head)
-        if self.markov_head is not None:
-            logits = logits + self.markov_head(hidden, predecessors)
-        return logits
+        return self.logits_of(hidden, self.embed_predecessors(predecessors))
+
+    def embed_predecessors(self, predecessors: torch.Tensor) -> torch.Tensor | None:
+        """Return [n, K, markov_rank] of the target's ids [n, K]; None without table."""
+        if self.markov_head is None:
+            return None
+        return self.markov_head.markov_w1(predecessors)
+
+    def logits_of(
+        self,
+        hidden: torch.Tensor,
+        embeddings: torch.Tensor | None,
+        head: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return logits [n, K, draft_vocab_size], of embedded predecessors.
+
+        Args:
+            head: the model's in another dtype; None for its own.
+        """
+        logits = F.linear(hidden, self.head if head is None else head)
+        if self.markov_head is None:
+            return logits
+        assert embeddings is not None, "every predecessor is in the table"
+        return logits + self.markov_head(hidden, embeddings)
 
     def compute_confidence(
         self, hidden: torch.Tensor, predecessors: torch.Tensor
@@ -108,12 +128,18 @@ class DSparkTrainingModel(nn.Module):
             hidden: [n, K, hidden_size].
             predecessors: [n, K] int64.
         """
+        return self.confidence_of(hidden, self.embed_predecessors(predecessors))
+
+    def confidence_of(
+        self, hidden: torch.Tensor, embeddings: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return confidence logits [n, K], of embedded predecessors."""
         if self.confidence_head is None:
             return None
         x = hidden
         if self.config.confidence_head_with_markov:
-            assert self.markov_head is not None, "checked with the configuration"
-            x = torch.cat((x, self.markov_head.markov_w1(predecessors)), dim=-1)
+            assert embeddings is not None, "checked with the configuration"
+            x = torch.cat((x, embeddings), dim=-1)
         return self.confidence_head.proj(x).squeeze(-1)
 
     @torch.no_grad()
@@ -138,7 +164,7 @@ class _RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
 class _DraftLayer(nn.Module):
@@ -221,7 +247,8 @@ class _DraftAttention(nn.Module):
         to_context = torch.einsum("nbqhgd,nshd->nhgbqs", queries, context_keys)
         to_context = to_context.masked_fill(~is_seen, float("-inf"))
         to_block = torch.einsum("nbqhgd,nbkhd->nhgbqk", queries, block_keys)
-        probs = torch.cat((to_context, to_block), dim=-1).softmax(dim=-1)
+        scores = torch.cat((to_context, to_block), dim=-1)
+        probs = scores.softmax(dim=-1, dtype=torch.float32)
         of_scores = probs.split((to_context.shape[-1], to_block.shape[-1]), dim=-1)
         out = torch.einsum("nhgbqs,nshd->nbqhgd", of_scores[0], context_values)
         out = out + torch.einsum("nhgbqk,nbkhd->nbqhgd", of_scores[1], block_values)
@@ -252,8 +279,7 @@ class _MarkovHead(nn.Module):
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
-    def forward(self, hidden: torch.Tensor, predecessors: torch.Tensor) -> torch.Tensor:
-        embedding = self.markov_w1(predecessors)
+    def forward(self, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         if self.kind == "gated":
             gate = self.gate_proj(torch.cat((hidden, embedding), dim=-1)).sigmoid()
             embedding = gate * embedding

@@ -92,6 +92,7 @@ def _whole_blocks(batch: DraftBatch) -> DraftBatch:
         batch.labels[keep],
         batch.is_valid[keep],
         batch.final,
+        batch.normalizers,
         batch.final_idx[keep],
     )
 

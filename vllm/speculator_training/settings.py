@@ -78,6 +78,8 @@ class TrainSettings:
         max_cache_bytes: of the target's states on disk; beyond, they are computed
             again in every epoch.
         feature_dtype: of those states on disk.
+        compute_dtype: of matrix products, the target's included; what they add up to
+            is float32, as the weights are.
         save_dtype: of the drafter's weights on disk.
     """
 
@@ -92,6 +94,7 @@ class TrainSettings:
     min_answer_tokens: int = 14
     max_cache_bytes: int = 8 * 1024**3
     feature_dtype: str = "float16"
+    compute_dtype: str = "float32"
     save_dtype: str = "bfloat16"
     loss_weights: LossWeights = field(default_factory=LossWeights)
 
@@ -101,7 +104,7 @@ class TrainSettings:
         _at_least(2, self, "min_answer_tokens")
         _at_least(1, self, "checkpoint_steps")
         _at_least(0, self, "max_cache_bytes")
-        for name in ("feature_dtype", "save_dtype"):
+        for name in ("feature_dtype", "compute_dtype", "save_dtype"):
             if getattr(self, name) not in DTYPES:
                 values = ", ".join(DTYPES)
                 raise _invalid(name, f"must be one of {values}", getattr(self, name))

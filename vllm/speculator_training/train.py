@@ -46,7 +46,7 @@ DATA_FOLDER = "data"
 _SETTINGS = "settings.json"
 _FEATURES = "states.bin"
 # Of text and checkpoints, roughly: weights, two moments and a copy, in float32.
-_BYTES_PER_TOKEN = 8
+_BYTES_PER_TOKEN = 12
 _CHECKPOINT_BYTES_PER_WEIGHT = 4 * (3 + 3 + 1)
 
 
@@ -157,9 +157,10 @@ def train(job: TrainJob, make_answers: Callable[[], list[Answer]]) -> dict[str, 
             )
             trainer.run()
         drafting.model.eval()
+        exact = _make_exact(drafting)
         with cost.stage("calibration"):
             fitted, judged = (
-                roll_out(drafting, part, job.training.batch_size, job.data.seed)
+                roll_out(exact, part, job.training.batch_size, job.data.seed)
                 for part in (split.calibration, split.test)
             )
             temperatures = fit(fitted)
@@ -317,7 +318,10 @@ def _make_store(
     fits = num_bytes <= job.training.max_cache_bytes
     path = os.path.join(job.work_folder, _FEATURES) if fits else None
     runner = TargetRunner(
-        job.vllm_config, config.aux_hidden_state_layer_ids, max(lengths)
+        job.vllm_config,
+        config.aux_hidden_state_layer_ids,
+        max(lengths),
+        getattr(torch, job.training.compute_dtype),
     )
     return FeatureStore(runner, sequences, num_features, path, dtype)
 
@@ -336,7 +340,23 @@ def _make_drafting(
         longest + config.block_size,
         job.data.seed,
     )
-    return Drafting(model, store, draft_token_ids, job.training.num_anchors)
+    return Drafting(
+        model,
+        store,
+        draft_token_ids,
+        job.training.num_anchors,
+        getattr(torch, job.training.compute_dtype),
+    )
+
+
+def _make_exact(drafting: Drafting) -> Drafting:
+    """Return the drafter as it will be served: with products in float32."""
+    return Drafting(
+        drafting.model,
+        drafting.store,
+        drafting.draft_token_ids,
+        drafting.num_anchors,
+    )
 
 
 def _write_json(path: str, value: dict[str, Any]) -> None:

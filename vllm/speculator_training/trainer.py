@@ -53,7 +53,10 @@ class Trainer:
         # Figures at each checkpoint.
         self.history: list[dict[str, float]] = []
         self.optimizer = torch.optim.AdamW(
-            drafting.model.parameters(), lr=settings.learning_rate, weight_decay=0.0
+            drafting.model.parameters(),
+            lr=settings.learning_rate,
+            weight_decay=0.0,
+            fused=True,
         )
 
     def run(self) -> None:
@@ -86,9 +89,8 @@ class Trainer:
             group["lr"] = learning_rate(self.step, self.num_steps, settings)
         generator = torch.Generator().manual_seed(_seed(self.seed, self.step, 1))
         batch = self.drafting.run(self._indices(self.step), generator)
-        losses = self.drafting.compute_losses(batch, settings.loss_weights)
         self.optimizer.zero_grad()
-        losses.total.backward()
+        losses = self.drafting.backward(batch, settings.loss_weights)
         norm = torch.nn.utils.clip_grad_norm_(
             model.parameters(), settings.max_grad_norm
         )

@@ -42,6 +42,7 @@ TRAINING_FLAGS = {
     "min_answer_tokens": "shorter answers are dropped",
     "max_cache_bytes": "of the model's states on disk; 0 computes them every time",
     "feature_dtype": "of those states",
+    "compute_dtype": "of matrix products; bfloat16 where the machine is fast at it",
     "save_dtype": "of the drafter's weights on disk",
 }
 

@@ -6,6 +6,8 @@ from torch import nn
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.layer import Layer, empty_weight
 
+_NUM_UNITS_AT_ONCE = 64
+
 
 class Linear(Layer):
     """y = x W^T + b, with the weights of several checkpoint layers stacked in W.
@@ -30,6 +32,7 @@ class Linear(Layer):
         tied_weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
+        self.in_features = in_features
         self.shards = shards
         self.out_features = sum(shards.values())
         self.is_tied = tied_weight is not None
@@ -55,6 +58,18 @@ class Linear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [M, out_features] of x [M, in_features]."""
         return ops.packed_linear(x, self.weight, self.out_features, self.bias)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight [out_features, in_features], whatever its layout."""
+        # The product of a unit vector is a column.
+        units = torch.eye(
+            self.in_features, dtype=self.weight.dtype, device=self.weight.device
+        )
+        columns = [
+            ops.packed_linear(part, self.weight, self.out_features)
+            for part in units.split(_NUM_UNITS_AT_ONCE)
+        ]
+        return torch.cat(columns).T.contiguous()
 
     def _slices(self, stacked: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
         pieces = stacked.data.split(list(self.shards.values()))
