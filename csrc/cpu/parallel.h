@@ -59,14 +59,17 @@ class Pool {
     for (; num_helpers_ < width - 1; ++num_helpers_) {
       std::thread([this, number = num_helpers_] { help(number); }).detach();
     }
-    piece_.store(piece, std::memory_order_relaxed);
-    body_.store(body, std::memory_order_relaxed);
-    count_.store(count, std::memory_order_relaxed);
+    // A new epoch, closed before a field changes: a helper that was put aside between
+    // its look at the old claims and at the fields must not claim by a mix of both.
+    const uint64_t epoch = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
+    claims_.store(epoch << 32 | kClosed, std::memory_order_relaxed);
+    piece_.store(piece, std::memory_order_release);
+    body_.store(body, std::memory_order_release);
+    count_.store(count, std::memory_order_release);
     width_.store(width, std::memory_order_relaxed);
     num_done_.store(0, std::memory_order_relaxed);
-    // A new epoch: from here on the fields above may be read. They change again only
-    // when no piece of this epoch is left to claim and all claimed ones are done.
-    const uint64_t epoch = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
+    // Open: from here on the fields belong together. They change again only when no
+    // piece of this epoch is left to claim and all claimed ones are done.
     claims_.store(epoch << 32, std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst) > 0) claims_.notify_all();
     while (claim_and_run()) {
@@ -82,17 +85,20 @@ class Pool {
   }
 
  private:
+  // In the place of the pieces claimed: more than any job has.
+  static constexpr uint64_t kClosed = 0xFFFFFFFFu;
   static constexpr int kSpinsBeforeYield = 1000;
   // Longer than the gaps between the operators of a layer, shorter than a step.
   static constexpr std::chrono::microseconds kSpinTime{100};
 
-  // A claim succeeds only if the epoch has not changed since the fields were read.
+  // A claim succeeds only if the epoch has not changed since the fields were read: who
+  // sees a field of the next epoch also sees that this one is closed.
   bool claim_and_run() {
     uint64_t claims = claims_.load(std::memory_order_acquire);
     for (;;) {
-      const int64_t count = count_.load(std::memory_order_relaxed);
-      const Piece piece = piece_.load(std::memory_order_relaxed);
-      const void* body = body_.load(std::memory_order_relaxed);
+      const int64_t count = count_.load(std::memory_order_acquire);
+      const Piece piece = piece_.load(std::memory_order_acquire);
+      const void* body = body_.load(std::memory_order_acquire);
       const int64_t index = static_cast<int64_t>(claims & 0xFFFFFFFFu);
       if (index >= count) return false;
       if (claims_.compare_exchange_weak(claims, claims + 1, std::memory_order_acq_rel,
