@@ -33,6 +33,30 @@ def test_a_saved_drafter_gives_the_same_outputs_when_trained_on(target, tmp_path
         assert torch.equal(other.state_dict()[name], weight)
 
 
+def test_units_of_the_taps_are_folded_into_the_saved_weights(target, tmp_path):
+    model = make_drafter(make_config(), target)
+    size = model.fc.weight.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    deviations = torch.logspace(-2, 3, size)
+    means = torch.randn(size, generator=generator) * 10 * deviations
+    model.start_from(means, deviations, torch.full((64,), 2.0))
+    taps = means + torch.randn(1, 6, size, generator=generator) * deviations
+    inputs = torch.tensor([[[4, 0, 0]]]), torch.tensor([[[6, 7, 8]]])
+    expected = model(taps, *inputs)
+    # What all tokens have in common is not read at first.
+    shift = model(taps + means, *inputs) - expected
+    assert shift.abs().max() < 1e-3 * expected.abs().max()
+
+    save_speculator(str(tmp_path), model, VERIFIER)
+    other = make_drafter(make_config(), target, seed=5)
+    load_training_weights(str(tmp_path), other)
+    torch.testing.assert_close(other(taps, *inputs), expected, rtol=1e-3, atol=1e-3)
+    model.round_to(torch.float32)
+    assert torch.equal(model(taps, *inputs), other(taps, *inputs))
+    model.round_to(torch.bfloat16)
+    assert torch.equal(model.fc.weight, other.fc.weight.bfloat16().float())
+
+
 def test_half_precision_halves_the_file_and_keeps_the_states_near(target, tmp_path):
     model = make_drafter(make_config(), target)
     wide = save_and_load(tmp_path / "wide", model, target)

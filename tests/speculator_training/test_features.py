@@ -107,6 +107,15 @@ def test_states_of_other_sequences_are_computed_anew(runner, tmp_path):
     assert torch.equal(kept.states, again.states)
 
 
+def test_taps_are_measured_over_the_answers(runner):
+    store = make_store(runner, None)
+    means, deviations = store.measure_taps([0, 2])
+    taps = torch.cat([f.states[5:, :-1].flatten(1) for f in store.get([0, 2])]).double()
+    torch.testing.assert_close(means, taps.mean(dim=0))
+    expected = taps.std(dim=0, unbiased=False)
+    torch.testing.assert_close(deviations, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_states_beyond_half_precision_are_told(runner, tmp_path, monkeypatch):
     store = make_store(runner, str(tmp_path / "states.bin"), dtype=torch.float16)
     states = torch.full((len(TOKENS), len(LAYER_IDS) + 1, 64), 1e5)

@@ -50,7 +50,7 @@ def save_speculator(
     )
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in model.export().items()
     }
     if draft_token_ids is not None:
         ids = draft_token_ids.cpu()

@@ -144,6 +144,10 @@ class TargetRunner:
         rows = self.target.lm_head.unpack().float()
         return rows if token_ids is None else rows[token_ids]
 
+    def final_norm(self) -> torch.Tensor:
+        """Return [hidden_size] float32, the weight of the norm before the output."""
+        return self.target.model.norm.weight.detach().float()
+
     def embedding(self) -> torch.Tensor:
         """Return [vocab_size, hidden_size] float32."""
         return self.target.model.embed_tokens.weight.detach().float()
@@ -228,6 +232,25 @@ class FeatureStore:
             )
             for span in spans
         ]
+
+    def measure_taps(self, indices: Items[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return means and standard deviations of the taps of some answers' tokens.
+
+        Both are [number of taps * hidden_size] float64; a deviation is at least a
+        thousandth of all dimensions' median, for one that never changes.
+        """
+        count, total, squares = 0, 0.0, 0.0
+        for idx in indices:
+            (features,) = self.get([idx])
+            first = self.sequences[idx].num_prompt_tokens
+            taps = features.states[first:, :-1].flatten(1).double()
+            count += len(taps)
+            total = total + taps.sum(dim=0)
+            squares = squares + taps.square().sum(dim=0)
+        means = torch.as_tensor(total) / count
+        variances = torch.as_tensor(squares) / count - means.square()
+        deviations = variances.clamp(min=0).sqrt()
+        return means, deviations.clamp(min=max(1e-3 * float(deviations.median()), 1e-9))
 
     def _key(self) -> list[int]:
         return [*self._row_shape, self._starts[-1], len(self.sequences)]

@@ -30,6 +30,7 @@ class DSparkTrainingModel(nn.Module):
     embedding: torch.Tensor
     head: torch.Tensor
     cos_sin: torch.Tensor
+    tap_scales: torch.Tensor | None
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class DSparkTrainingModel(nn.Module):
         self.register_buffer("head", head.detach(), persistent=False)
         cos_sin = build_cos_sin_cache(backbone, num_positions)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.register_buffer("tap_scales", None, persistent=False)
         taps_size = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(taps_size, size, bias=False)
         self.hidden_norm = _RMSNorm(size, backbone.rms_norm_eps)
@@ -72,6 +74,8 @@ class DSparkTrainingModel(nn.Module):
             input_ids: [N, B, Q] int64.
             positions: [N, B, Q] int64, absolute; the first is the anchor's.
         """
+        if self.tap_scales is not None:
+            taps = taps * self.tap_scales
         context = self.hidden_norm(self.fc(taps))
         num_tokens = context.shape[1]
         # [N, 1, 1, B, 1, S], as the scores are laid out.
@@ -141,6 +145,44 @@ class DSparkTrainingModel(nn.Module):
             assert embeddings is not None, "checked with the configuration"
             x = torch.cat((x, embeddings), dim=-1)
         return self.confidence_head.proj(x).squeeze(-1)
+
+    @torch.no_grad()
+    def start_from(
+        self, tap_means: torch.Tensor, tap_deviations: torch.Tensor, norm: torch.Tensor
+    ) -> None:
+        """Let a new drafter read taps in units of their own, and speak at full voice.
+
+        Some dimensions of a residual stream are a hundred times as large as others and
+        hardly change: as they are, they would drown the rest. `export` folds the units
+        into the weights.
+
+        Args:
+            tap_means: [taps_size], over tokens.
+            tap_deviations: [taps_size], as they are: > 0.
+            norm: [hidden_size], the weight of the target's final norm.
+        """
+        scales = tap_deviations.reciprocal().to(self.fc.weight)
+        self.tap_scales = scales
+        # What all tokens have in common says nothing: it starts unread.
+        common = tap_means.to(scales) * scales
+        common = common / common.norm().clamp(min=1e-12)
+        self.fc.weight -= torch.outer(self.fc.weight @ common, common)
+        self.norm.weight.copy_(norm)
+
+    @torch.no_grad()
+    def export(self) -> dict[str, torch.Tensor]:
+        """Return the weights by their names in a checkpoint."""
+        weights = {name: value.detach() for name, value in self.state_dict().items()}
+        if self.tap_scales is not None:
+            weights["fc.weight"] = weights["fc.weight"] * self.tap_scales
+        return weights
+
+    @torch.no_grad()
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Make the weights those that a checkpoint in a dtype gives back."""
+        weights = self.export()
+        self.tap_scales = None
+        self.load_state_dict({k: v.to(dtype).float() for k, v in weights.items()})
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:

@@ -45,6 +45,8 @@ WORK_FOLDER = "training"
 DATA_FOLDER = "data"
 _SETTINGS = "settings.json"
 _FEATURES = "states.bin"
+# Sequences that the units of the taps are measured on.
+_NUM_MEASURED = 64
 # Of text and checkpoints, roughly: weights, two moments and a copy, in float32.
 _BYTES_PER_TOKEN = 12
 _CHECKPOINT_BYTES_PER_WEIGHT = 4 * (3 + 3 + 1)
@@ -145,7 +147,7 @@ def train(job: TrainJob, make_answers: Callable[[], list[Answer]]) -> dict[str, 
         with cost.stage("states"):
             store = _make_store(job, config, sequences)
             store.fill()
-        drafting = _make_drafting(job, config, store, draft_token_ids)
+        drafting = _make_drafting(job, config, store, draft_token_ids, split)
         with cost.stage("training"):
             trainer = Trainer(
                 drafting,
@@ -157,6 +159,8 @@ def train(job: TrainJob, make_answers: Callable[[], list[Answer]]) -> dict[str, 
             )
             trainer.run()
         drafting.model.eval()
+        save_dtype = getattr(torch, job.training.save_dtype)
+        drafting.model.round_to(save_dtype)
         exact = _make_exact(drafting)
         with cost.stage("calibration"):
             fitted, judged = (
@@ -177,7 +181,7 @@ def train(job: TrainJob, make_answers: Callable[[], list[Answer]]) -> dict[str, 
             model_config.served_model_name[0], model_config.hf_config.architecture
         ),
         draft_token_ids,
-        getattr(torch, job.training.save_dtype),
+        save_dtype,
     )
     report = {
         "model": model_config.served_model_name[0],
@@ -331,6 +335,7 @@ def _make_drafting(
     config: DSparkConfig,
     store: FeatureStore,
     draft_token_ids: torch.Tensor | None,
+    split: Split,
 ) -> Drafting:
     longest = max(len(sequence.token_ids) for sequence in store.sequences)
     model = make_drafter(
@@ -340,6 +345,8 @@ def _make_drafting(
         longest + config.block_size,
         job.data.seed,
     )
+    measured = store.measure_taps(split.train[:_NUM_MEASURED])
+    model.start_from(*measured, store.runner.final_norm())
     return Drafting(
         model,
         store,
