@@ -239,7 +239,10 @@ class FeatureStore:
         Both are [number of taps * hidden_size] float64; a deviation is at least a
         thousandth of all dimensions' median, for one that never changes.
         """
-        count, total, squares = 0, 0.0, 0.0
+        count = 0
+        total, squares = torch.zeros(
+            2, 1, dtype=torch.float64, device=self.runner.device
+        )
         for idx in indices:
             (features,) = self.get([idx])
             first = self.sequences[idx].num_prompt_tokens
@@ -247,8 +250,8 @@ class FeatureStore:
             count += len(taps)
             total = total + taps.sum(dim=0)
             squares = squares + taps.square().sum(dim=0)
-        means = torch.as_tensor(total) / count
-        variances = torch.as_tensor(squares) / count - means.square()
+        means = total / count
+        variances = squares / count - means.square()
         deviations = variances.clamp(min=0).sqrt()
         return means, deviations.clamp(min=max(1e-3 * float(deviations.median()), 1e-9))
 
