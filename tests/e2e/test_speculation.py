@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +79,10 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[tuple[Server, int]]:
         str(MAX_MODEL_LEN),
         "--max-num-batched-tokens",
         str(NUM_BATCHED_TOKENS),
+        "--enable-per-request-metrics",
+        "--per-request-spec-decode-metrics",
+        "detailed",
+        env={"VLLM_LOG_STATS_INTERVAL": "1"},
     )
     yield running, num_drafts
     stop_server(running)
@@ -199,3 +205,159 @@ def test_whoever_leaves_amid_accepted_drafts_leaves_nothing(
     usual = server.client.completions.create(model="", prompt="Hi", max_tokens=2)
     assert usual.usage is not None
     assert usual.usage.completion_tokens <= 2
+
+
+# What the answers tell of their drafts.
+
+TIMES = (
+    "time_to_first_token_ms",
+    "generation_time_ms",
+    "queue_time_ms",
+    "mean_itl_ms",
+    "tokens_per_second",
+)
+
+
+def make_told_request(number: int) -> dict[str, Any]:
+    """Return a request that no stop string ends: the front would end it later."""
+    request = make_tempting_request(number)
+    return {name: value for name, value in request.items() if name not in ("stop", "n")}
+
+
+async def _ask(server: Server, requests: list[dict[str, Any]]) -> list[Any]:
+    async with server.async_client as client:
+        return await asyncio.gather(
+            *(client.chat.completions.create(**request) for request in requests)
+        )
+
+
+def test_the_answers_together_tell_what_the_counters_tell(
+    drafting: tuple[Server, int],
+):
+    server, num_drafts = drafting
+    before, places_before = read_counts(server), read_places(server)
+    requests = [make_told_request(number) for number in range(16)]
+    responses = asyncio.run(_ask(server, requests))
+    after, places_after = read_counts(server), read_places(server)
+    grown = {name: value - before[name] for name, value in after.items()}
+    told = [response.metrics["speculative_decoding"] for response in responses]
+    for metrics in told:
+        check_consistency(metrics, num_drafts)
+    assert grown["num_drafts"] == sum(one["num_spec_steps"] for one in told)
+    assert grown["num_draft_tokens"] == sum(one["num_draft_tokens"] for one in told)
+    assert grown["num_accepted_tokens"] == sum(
+        one["num_accepted_draft_tokens"] for one in told
+    )
+    histogram = [
+        sum(column)
+        for column in zip(*(one["acceptance_histogram"] for one in told), strict=True)
+    ]
+    places = [
+        after - before
+        for before, after in zip(places_before, places_after, strict=True)
+    ]
+    assert places == [sum(histogram[place + 1 :]) for place in range(num_drafts)]
+
+
+def check_consistency(metrics: dict[str, Any], num_drafts: int) -> None:
+    """Check every identity between the numbers of one answer."""
+    accepted, drafted = metrics["per_step_accepted"], metrics["per_step_drafted"]
+    num_steps = metrics["num_spec_steps"]
+    assert metrics["num_spec_tokens"] == num_drafts
+    assert len(accepted) == len(drafted) == num_steps
+    assert all(a <= d <= num_drafts for a, d in zip(accepted, drafted, strict=True))
+    assert metrics["num_accepted_draft_tokens"] == sum(accepted)
+    assert metrics["num_draft_tokens"] == sum(drafted)
+    counts = Counter(accepted)
+    assert metrics["acceptance_histogram"] == [counts[a] for a in range(num_drafts + 1)]
+    pairs = Counter(zip(drafted, accepted, strict=True))
+    assert metrics["acceptance_histogram_by_draft_length"] == {
+        str(d): [pairs[d, a] for a in range(d + 1)] for d in set(drafted)
+    }
+    assert metrics["mean_acceptance_length"] == 1 + sum(accepted) / max(num_steps, 1)
+    assert metrics["draft_acceptance_rate"] == sum(accepted) / max(sum(drafted), 1)
+
+
+def test_the_log_tells_what_the_counters_tell(drafting: tuple[Server, int]):
+    server, _ = drafting
+    pattern = r"SpecDecoding metrics: .* Accepted: (\d+) tokens, Drafted: (\d+) tokens"
+    counts = read_counts(server)
+    expected = (counts["num_accepted_tokens"], counts["num_draft_tokens"])
+    deadline = time.monotonic() + 20
+    logged: tuple[int, ...] = ()
+    while logged != expected and time.monotonic() < deadline:
+        lines = re.findall(pattern, server.log_path.read_text())
+        logged = tuple(sum(map(int, column)) for column in zip(*lines, strict=True))
+        time.sleep(0.2)
+    assert logged == expected
+
+
+def test_a_drafter_that_equals_its_target_is_always_right(
+    drafting: tuple[Server, int],
+):
+    server, num_drafts = drafting
+    response = server.client.completions.create(
+        model="",
+        prompt=REPEATING,
+        max_tokens=14,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    metrics = response.metrics["speculative_decoding"]
+    check_consistency(metrics, num_drafts)
+    if num_drafts != NUM_DRAFTS["itself"]:
+        return
+    # The first token, thrice four, and one for which there is no draft to be had.
+    assert metrics["draft_acceptance_rate"] == 1.0
+    assert metrics["mean_acceptance_length"] == 4.0
+    assert metrics["per_step_accepted"] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_stream_tells_in_its_last_chunk_what_the_whole_answer_tells(
+    drafting: tuple[Server, int], is_chat: bool
+):
+    server, _ = drafting
+    shared: dict[str, Any] = {
+        "model": "",
+        "max_tokens": 10,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    create: Any = server.client.completions.create
+    shared |= {"prompt": REPEATING}
+    if is_chat:
+        create = server.client.chat.completions.create
+        shared["messages"] = [{"role": "user", "content": shared.pop("prompt")}]
+    whole = create(**shared)
+    *chunks, last = create(
+        **shared, stream=True, stream_options={"include_usage": True}
+    )
+    assert all(not hasattr(chunk, "metrics") for chunk in chunks)
+    drafts = last.metrics["speculative_decoding"]
+    assert drafts == whole.metrics["speculative_decoding"]
+    assert drafts["num_draft_tokens"] > 0
+    for response in (whole, last):
+        assert set(response.metrics) == {*TIMES, "speculative_decoding"}
+        times = [response.metrics[name] for name in TIMES]
+        assert all(time >= 0 for time in times)
+        first, generation, queue, itl, speed = times
+        assert queue <= first
+        assert itl == pytest.approx(generation / 9)
+        assert speed == pytest.approx(1000 / itl)
+
+
+def test_a_request_without_drafts_tells_that_there_were_none(
+    drafting: tuple[Server, int],
+):
+    server, num_drafts = drafting
+    response = server.client.completions.create(
+        model="",
+        prompt=REPEATING,
+        max_tokens=4,
+        extra_body={"num_speculative_tokens": 0},
+    )
+    metrics = response.metrics["speculative_decoding"]
+    check_consistency(metrics, num_drafts)
+    assert metrics["num_spec_steps"] == 0
+    assert metrics["mean_acceptance_length"] == 1.0

@@ -63,6 +63,8 @@ def test_flags_reach_their_fields():
             "xgrammar",
             '--override-generation-config={"temperature": 0.5}',
             "--enable-log-requests",
+            "--enable-per-request-metrics",
+            "--per-request-spec-decode-metrics=detailed",
         ]
     )
     assert args == EngineArgs(
@@ -74,6 +76,8 @@ def test_flags_reach_their_fields():
         structured_outputs_config={"backend": "xgrammar"},
         override_generation_config={"temperature": 0.5},
         enable_log_requests=True,
+        enable_per_request_metrics=True,
+        per_request_spec_decode_metrics="detailed",
     )
 
 
@@ -102,6 +106,7 @@ def test_unknown_keyword_arguments_name_the_closest_one():
         ("load_format", "pickle"),
         ("logprobs_mode", "raw"),
         ("scheduling_policy", "lifo"),
+        ("per_request_spec_decode_metrics", "all"),
         ("block_size", 17),
         ("max_model_len", 0),
         ("max_num_seqs", 0),

@@ -19,6 +19,7 @@ from vllm.config import (
 )
 from vllm.config.load import LOAD_FORMATS
 from vllm.config.model import LOGPROBS_MODES
+from vllm.config.observability import SPEC_DECODE_METRICS_LEVELS
 from vllm.config.scheduler import SCHEDULING_POLICIES
 from vllm.config.structured_outputs import STRUCTURED_OUTPUTS_BACKENDS
 from vllm.engine.checks import check_choice, check_minimum, invalid
@@ -89,6 +90,8 @@ class EngineArgs:
     disable_log_stats: bool = False
     enable_log_requests: bool = False
     enable_log_outputs: bool = False
+    enable_per_request_metrics: bool = False
+    per_request_spec_decode_metrics: str = "none"
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -99,6 +102,7 @@ class EngineArgs:
             ("logprobs_mode", LOGPROBS_MODES),
             ("scheduling_policy", SCHEDULING_POLICIES),
             ("block_size", BLOCK_SIZES),
+            ("per_request_spec_decode_metrics", SPEC_DECODE_METRICS_LEVELS),
         ):
             check_choice(name, getattr(self, name), choices)
         for name, minimum in (
@@ -177,6 +181,8 @@ class EngineArgs:
                 disable_log_stats=self.disable_log_stats,
                 enable_log_requests=self.enable_log_requests,
                 enable_log_outputs=self.enable_log_outputs,
+                enable_per_request_metrics=self.enable_per_request_metrics,
+                per_request_spec_decode_metrics=self.per_request_spec_decode_metrics,
             ),
         )
 

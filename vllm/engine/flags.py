@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config.load import LOAD_FORMATS
 from vllm.config.model import LOGPROBS_MODES
+from vllm.config.observability import SPEC_DECODE_METRICS_LEVELS
 from vllm.config.scheduler import SCHEDULING_POLICIES
 from vllm.utils.argparse_utils import human_int, json_mapping, json_mapping_or_null
 
@@ -206,3 +207,14 @@ def _add_observability_flags(group: _Group) -> None:
     )
     group.add("--enable-log-requests", "log each request", action="store_true")
     group.add("--enable-log-outputs", "log each finished output", action="store_true")
+    group.add(
+        "--enable-per-request-metrics",
+        "tell in `metrics` of each answer how long its request took",
+        action="store_true",
+    )
+    group.add(
+        "--per-request-spec-decode-metrics",
+        "tell in `metrics` of each answer what became of its drafts: in sum, or "
+        "detailed with the numbers of each step",
+        choices=SPEC_DECODE_METRICS_LEVELS,
+    )

@@ -148,6 +148,8 @@ class ModelRunnerOutput:
         logprobs: of the new tokens, or None if no request asked.
         prompt_logprobs_dict: finished prompts' log-probabilities, rows 1..P-1.
         num_nans_in_logits: requests whose logits held NaN, with the count.
+        num_verified_drafts: requests of which fewer drafts were verified than were
+            scheduled, with the count.
     """
 
     req_ids: list[str]
@@ -156,6 +158,7 @@ class ModelRunnerOutput:
     logprobs: LogprobsLists | None = None
     prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+    num_verified_drafts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

@@ -61,6 +61,7 @@ def make_config(
     policy: str = "fcfs",
     num_drafts: int = 0,
     model: str = "model",
+    spec_decode_metrics: str = "none",
 ) -> VllmConfig:
     return VllmConfig(
         ModelConfig(model, model, (model,), HF_CONFIG, "float32", max_model_len),
@@ -71,7 +72,7 @@ def make_config(
         DeviceConfig(),
         LoadConfig(),
         StructuredOutputsConfig(),
-        ObservabilityConfig(),
+        ObservabilityConfig(per_request_spec_decode_metrics=spec_decode_metrics),
         SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
     )
 
@@ -352,9 +353,9 @@ def run_step(
     scheduler.check_integrity()
     assert output.total_num_scheduled_tokens <= scheduler.limits.max_num_batched_tokens
     while_running()
-    scheduler.get_grammar_bitmask(output)
+    grammar = scheduler.get_grammar_bitmask(output)
     result = worker.execute(output)
-    outputs = scheduler.update_from_output(output, result).outputs
+    outputs = scheduler.update_from_output(output, result, grammar).outputs
     if worker.num_drafts:
         scheduler.update_draft_token_ids(*worker.propose(result))
     scheduler.check_integrity()

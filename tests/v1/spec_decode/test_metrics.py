@@ -1,11 +1,15 @@
 from vllm.v1.spec_decode import metrics
-from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
+from vllm.v1.spec_decode.metrics import (
+    SpecDecodingLogging,
+    SpecDecodingStats,
+    SpecDecodingStep,
+)
 
 
 def stats(*proposals: tuple[int, int]) -> SpecDecodingStats:
     counts = SpecDecodingStats([0, 0, 0])
-    for num_drafts, num_accepted in proposals:
-        counts.observe(num_drafts, num_accepted)
+    for num_verified, num_accepted in proposals:
+        counts.observe(SpecDecodingStep(num_verified, num_accepted))
     return counts
 
 

@@ -139,6 +139,7 @@ class OpenAIServingChat(OpenAIServing):
                 final.prompt_logprobs, request.prompt_logprobs
             ),
             prompt_token_ids=prompt_token_ids if request.return_token_ids else None,
+            metrics=self.request_metrics(final, len(choices)),
         )
 
     def _choice(self, context: _ChatContext, output: CompletionOutput) -> ChatChoice:
@@ -166,6 +167,7 @@ class OpenAIServingChat(OpenAIServing):
         num_prompt_tokens = num_cached = 0
         num_tokens = [0] * request.num_choices
         usage: UsageInfo | None
+        output: RequestOutput | None = None
         async with aclosing(context.outputs) as outputs:
             async for output in outputs:
                 events = b""
@@ -191,7 +193,9 @@ class OpenAIServingChat(OpenAIServing):
                 yield events
         if has_usage:
             usage = self.usage(num_prompt_tokens, sum(num_tokens), num_cached)
-            yield sse_event(self._chunk(context, [], usage))
+            chunk = self._chunk(context, [], usage)
+            chunk.metrics = self.request_metrics(output, len(num_tokens))
+            yield sse_event(chunk)
 
     def _chunk(
         self,

@@ -201,6 +201,7 @@ class OpenAIServingCompletion(OpenAIServing):
         ]
 
     async def _respond(self, context: _CompletionContext) -> CompletionResponse:
+        output: RequestOutput | None = None
         finals: list[list[CompletionOutput]] = [[] for _ in context.prompts]
         async for number, output in context.outputs:
             context.prompts[number].update(output)
@@ -220,6 +221,7 @@ class OpenAIServingCompletion(OpenAIServing):
             usage=self.usage(
                 context.num_prompt_tokens, num_tokens, context.num_cached_tokens
             ),
+            metrics=self.request_metrics(output, len(choices)),
         )
 
     def _choice(
@@ -277,6 +279,7 @@ class OpenAIServingCompletion(OpenAIServing):
         has_usage, is_continuous = self.usage_mode(context.request)
         n = context.params.n
         choices = [_Choice() for _ in range(n * len(context.prompts))]
+        output: RequestOutput | None = None
         async with aclosing(context.outputs) as outputs:
             async for number, output in outputs:
                 prompt = context.prompts[number]
@@ -305,7 +308,9 @@ class OpenAIServingCompletion(OpenAIServing):
                 sum(choice.num_tokens for choice in choices),
                 context.num_cached_tokens,
             )
-            yield sse_event(self._chunk(context, [], usage))
+            chunk = self._chunk(context, [], usage)
+            chunk.metrics = self.request_metrics(output, len(choices))
+            yield sse_event(chunk)
 
     def _event(
         self,

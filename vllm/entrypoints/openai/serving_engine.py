@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from vllm.config import VllmConfig
 from vllm.entrypoints.openai.chat_messages import (
     detect_content_format,
@@ -20,6 +22,8 @@ from vllm.entrypoints.openai.protocol.common import (
     PromptTokensDetails,
     UsageInfo,
 )
+from vllm.entrypoints.openai.protocol.metrics import RequestMetrics
+from vllm.entrypoints.openai.request_metrics import make_request_metrics
 from vllm.entrypoints.openai.serving_models import OpenAIServingModels
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -235,6 +239,19 @@ class OpenAIServing:
             details = PromptTokensDetails(num_cached)
         total = num_prompt_tokens + num_completion_tokens
         return UsageInfo(num_prompt_tokens, total, num_completion_tokens, details)
+
+    def request_metrics(
+        self, output: RequestOutput | None, num_answers: int
+    ) -> RequestMetrics | None | msgspec.UnsetType:
+        """Return what the answer tells of its request; UNSET for no such field.
+
+        Args:
+            output: the request's last one.
+            num_answers: of the response.
+        """
+        stats = None if output is None else output.metrics
+        config = self.engine.vllm_config.observability_config
+        return make_request_metrics(config, stats, num_answers)
 
     def usage_mode(self, request: GenerationRequest) -> tuple[bool, bool]:
         """Return whether a stream ends with its usage, and if each chunk has it."""

@@ -9,6 +9,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.logprobs_lists import LogprobsLists
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStep
 
 
 class FinishReason(enum.IntEnum):
@@ -73,6 +74,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         error: what went wrong, for the client; set with `FinishReason.ERROR`.
         is_client_error: the error is in the request (400), not in the engine (500).
         is_overload: the engine has no room for the request now (503).
+        spec_decoding_step: set in steps with drafts, if requests are to tell of them.
     """
 
     request_id: str
@@ -87,6 +89,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error_parameter: str | None = None
     is_client_error: bool = False
     is_overload: bool = False
+    spec_decoding_step: SpecDecodingStep | None = None
 
     @property
     def finished(self) -> bool:

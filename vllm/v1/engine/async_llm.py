@@ -19,7 +19,6 @@ from vllm.v1.engine.input_processor import InputProcessor, Prompt
 from vllm.v1.engine.output_collector import RequestOutputCollector
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -62,7 +61,9 @@ class AsyncLLM:
         # Before the engine: a bad tokenizer must not cost a start.
         self.tokenizer = Tokenizer.from_path(vllm_config.model_config.tokenizer)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
-        self.output_processor = OutputProcessor(self.tokenizer, log_stats=log_stats)
+        self.output_processor = OutputProcessor.from_config(
+            self.tokenizer, vllm_config, log_stats=log_stats
+        )
         self._client = AsyncMPClient(vllm_config, executor_factory, log_stats=log_stats)
         self._stat_loggers = StatLoggerManager(vllm_config, log_stats=log_stats)
         self._stat_loggers.log_engine_initialized(self._client.ready.num_gpu_blocks)
@@ -236,7 +237,7 @@ class AsyncLLM:
             raise
 
     def _abort(self, request_ids: list[str]) -> None:
-        stats = IterationStats() if self.log_stats else None
+        stats = self.output_processor.make_iteration_stats()
         sequence_ids = self.output_processor.abort_requests(request_ids, stats)
         if not sequence_ids:
             return
@@ -279,7 +280,9 @@ class AsyncLLM:
             self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
 
     async def _process_outputs(self, outputs: EngineCoreOutputs) -> None:
-        stats = IterationStats() if self.log_stats and outputs.outputs else None
+        stats = None
+        if outputs.outputs:
+            stats = self.output_processor.make_iteration_stats()
         for start in range(0, len(outputs.outputs), _OUTPUT_CHUNK_SIZE):
             if start:
                 await asyncio.sleep(0)

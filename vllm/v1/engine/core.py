@@ -107,7 +107,9 @@ class EngineCore:
         # On a device the forward pass runs while the masks are filled.
         grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
         model_output = self.executor.sample_tokens(grammar_output)
-        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        outputs = self.scheduler.update_from_output(
+            scheduler_output, model_output, grammar_output
+        )
         drafts = self.executor.take_draft_token_ids()
         if drafts is not None:
             self.scheduler.update_draft_token_ids(

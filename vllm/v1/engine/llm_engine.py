@@ -12,7 +12,6 @@ from vllm.v1.engine.core_client import SyncEngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor, Prompt
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -41,7 +40,9 @@ class LLMEngine:
         self.log_stats = log_stats
         self.tokenizer = Tokenizer.from_path(vllm_config.model_config.tokenizer)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
-        self.output_processor = OutputProcessor(self.tokenizer, log_stats=log_stats)
+        self.output_processor = OutputProcessor.from_config(
+            self.tokenizer, vllm_config, log_stats=log_stats
+        )
         self._client = SyncEngineCoreClient.make(
             vllm_config, executor_factory, log_stats=log_stats
         )
@@ -108,7 +109,7 @@ class LLMEngine:
             held, self._held_outputs = self._held_outputs, []
             return held
         outputs = self._client.get_output()
-        stats = IterationStats() if self.log_stats else None
+        stats = self.output_processor.make_iteration_stats()
         result = self.output_processor.process_outputs(
             outputs.outputs, outputs.timestamp, stats
         )

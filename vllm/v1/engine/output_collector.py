@@ -85,3 +85,4 @@ def _append_delta(first: CompletionOutput, second: CompletionOutput) -> None:
     first.cumulative_logprob = second.cumulative_logprob
     first.finish_reason = second.finish_reason
     first.stop_reason = second.stop_reason
+    first.spec_decode_metrics = second.spec_decode_metrics

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.outputs import (
@@ -10,6 +11,7 @@ from vllm.outputs import (
     PromptLogprobs,
     RequestOutput,
     RequestStateStats,
+    SpecDecodeMetrics,
 )
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.tokenizer import Tokenizer
@@ -54,6 +56,7 @@ class RequestState:
         collector: RequestOutputCollector | None,
         *,
         drops_output: bool,
+        spec_decode_metrics: SpecDecodeMetrics | None,
     ) -> None:
         params = request.sampling_params
         self.request_id = request.request_id
@@ -63,6 +66,9 @@ class RequestState:
         self.prompt_token_ids = request.prompt_token_ids
         self.max_tokens = 0 if drops_output else params.max_tokens
         self.stats = RequestStateStats(arrival_time=request.arrival_time)
+        self.spec_decode_metrics = spec_decode_metrics
+        if parent is None:
+            self.stats.spec_decode_metrics = spec_decode_metrics
         self.num_cached_tokens = 0
         self.detokenizer = IncrementalDetokenizer(
             tokenizer, token_table, params, request.prompt_token_ids
@@ -92,6 +98,8 @@ class RequestState:
             if self.parent is not None and self._index == 0:
                 # The other children hit what the first one has computed.
                 self.parent.num_cached_tokens = output.num_cached_tokens
+        if output.spec_decoding_step is not None and self.spec_decode_metrics:
+            self.spec_decode_metrics.observe(*output.spec_decoding_step)
         self.logprobs.update_prompt(output.new_prompt_logprobs)
         if self._drops_output:
             output.new_token_ids, output.new_logprobs = [], None
@@ -159,6 +167,7 @@ class RequestState:
             logprobs=self.logprobs.take_logprobs(start),
             finish_reason=str(finish_reason) if finish_reason is not None else None,
             stop_reason=stop_reason if is_finished else None,
+            spec_decode_metrics=self.spec_decode_metrics,
         )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
@@ -177,15 +186,44 @@ class OutputProcessor:
 
     Args:
         log_stats: collect times and counts of requests.
+        num_spec_tokens: drafts that a step can have.
+        spec_decode_metrics_level: one of SPEC_DECODE_METRICS_LEVELS, what requests keep
+            of the fate of their drafts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, log_stats: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        log_stats: bool,
+        num_spec_tokens: int = 0,
+        spec_decode_metrics_level: str = "none",
+    ) -> None:
         self.tokenizer = tokenizer
         self._token_table = TokenTable(tokenizer)
-        self.log_stats = log_stats
+        self._log_stats = log_stats
+        self._num_spec_tokens = num_spec_tokens
+        self._spec_decode_metrics_level = spec_decode_metrics_level
         self.request_states: dict[str, RequestState] = {}
         # n > 1 only: the caller's id -> the parent.
         self.parent_requests: dict[str, ParentRequest] = {}
+
+    @classmethod
+    def from_config(
+        cls, tokenizer: Tokenizer, vllm_config: VllmConfig, *, log_stats: bool
+    ) -> "OutputProcessor":
+        """Make the table of an engine; what answers tell is collected in any case."""
+        config = vllm_config.observability_config
+        return cls(
+            tokenizer,
+            log_stats=log_stats or config.enable_per_request_metrics,
+            num_spec_tokens=vllm_config.num_speculative_tokens,
+            spec_decode_metrics_level=config.per_request_spec_decode_metrics,
+        )
+
+    def make_iteration_stats(self) -> IterationStats | None:
+        """Return what the next outputs are counted in, or None."""
+        return IterationStats() if self._log_stats else None
 
     def has_unfinished_requests(self) -> bool:
         """Whether any sequence has not ended."""
@@ -233,6 +271,7 @@ class OutputProcessor:
                 parent,
                 collector,
                 drops_output=drops_output,
+                spec_decode_metrics=self._make_spec_decode_metrics(),
             )
         return children
 
@@ -359,6 +398,14 @@ class OutputProcessor:
                     ),
                 )
             )
+
+    def _make_spec_decode_metrics(self) -> SpecDecodeMetrics | None:
+        level = self._spec_decode_metrics_level
+        if level == "none" or self._num_spec_tokens == 0:
+            return None
+        return SpecDecodeMetrics.make(
+            self._num_spec_tokens, is_detailed=level == "detailed"
+        )
 
     def _pop_states(self, request_id: str) -> list[RequestState]:
         parent = self.parent_requests.pop(request_id, None)

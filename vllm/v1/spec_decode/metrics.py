@@ -1,5 +1,7 @@
 """What speculation did: drafts offered, verified and accepted."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from vllm.logger import init_logger
@@ -7,11 +9,23 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 
+class SpecDecodingStep(NamedTuple):
+    """What became of one request's drafts in one step that had some.
+
+    Args:
+        num_verified: drafts that were neither trimmed nor forbidden by a grammar.
+        num_accepted: at most `num_verified`.
+    """
+
+    num_verified: int
+    num_accepted: int
+
+
 class SpecDecodingStats(msgspec.Struct, array_like=True):
     """Counts of one step, or of several.
 
     Args:
-        num_drafts: proposals, one a request and step.
+        num_drafts: proposals, one a request and step, also if none was verified.
         num_draft_tokens: drafts that were verified.
         num_accepted_tokens: those of them that were accepted.
         num_accepted_tokens_per_pos: by place in the proposal; as long as a proposal
@@ -23,12 +37,12 @@ class SpecDecodingStats(msgspec.Struct, array_like=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
-    def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+    def observe(self, step: SpecDecodingStep) -> None:
         """Count one request's proposal."""
         self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted_tokens
-        for position in range(num_accepted_tokens):
+        self.num_draft_tokens += step.num_verified
+        self.num_accepted_tokens += step.num_accepted
+        for position in range(step.num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
 
     def add(self, other: "SpecDecodingStats") -> None:

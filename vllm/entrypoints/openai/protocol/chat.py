@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.protocol.common import (
     PromptLogprobsList,
     UsageInfo,
 )
+from vllm.entrypoints.openai.protocol.metrics import RequestMetrics
 from vllm.exceptions import VLLMValidationError
 
 # Checked by `chat_messages.py`, which can say more than a schema.
@@ -188,6 +189,7 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     usage: UsageInfo
     prompt_logprobs: PromptLogprobsList | None = None
     prompt_token_ids: list[int] | None = None
+    metrics: RequestMetrics | None | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -218,4 +220,5 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     system_fingerprint: str | None | msgspec.UnsetType = msgspec.UNSET
     usage: UsageInfo | None | msgspec.UnsetType = msgspec.UNSET
+    metrics: RequestMetrics | None | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | None | msgspec.UnsetType = msgspec.UNSET

@@ -11,6 +11,7 @@ from vllm.entrypoints.openai.protocol.common import (
     PromptLogprobsList,
     UsageInfo,
 )
+from vllm.entrypoints.openai.protocol.metrics import RequestMetrics
 from vllm.exceptions import VLLMValidationError
 
 DEFAULT_MAX_TOKENS = 16
@@ -140,6 +141,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     service_tier: None = None
     system_fingerprint: str | None
     usage: UsageInfo
+    metrics: RequestMetrics | None | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct):
@@ -164,3 +166,4 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[CompletionChunkChoice]
     system_fingerprint: str | None | msgspec.UnsetType = msgspec.UNSET
     usage: UsageInfo | None | msgspec.UnsetType = msgspec.UNSET
+    metrics: RequestMetrics | None | msgspec.UnsetType = msgspec.UNSET

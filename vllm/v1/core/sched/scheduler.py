@@ -17,6 +17,7 @@ from vllm.v1.core.sched.stop import (
     GrammarManager,
     decide_commit,
 )
+from vllm.v1.core.sched.verified_drafts import count_verified_drafts
 from vllm.v1.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -27,7 +28,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats, SpecDecodingStep
 
 
 class Scheduler:
@@ -91,6 +92,9 @@ class Scheduler:
         self._num_corrupted_reqs = 0
         self._num_speculative_tokens = vllm_config.num_speculative_tokens
         self._spec_decoding_stats = self._new_spec_decoding_stats()
+        self._tells_spec_decoding_steps = (
+            vllm_config.observability_config.has_spec_decode_metrics
+        )
 
     def add_request(self, request: Request) -> None:
         """Let a request wait for its first step.
@@ -170,12 +174,24 @@ class Scheduler:
         )
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        grammar_output: GrammarOutput | None = None,
     ) -> EngineCoreOutputs:
-        """Commit what a step sampled, and end the requests that are complete."""
+        """Commit what a step sampled, and end the requests that are complete.
+
+        Args:
+            grammar_output: the step's mask, for the count of verified drafts.
+        """
         outputs, self._pending_outputs = self._pending_outputs, []
         has_finished = False
         self._sampled_req_ids.clear()
+        num_verified: dict[str, int] = {}
+        if self._log_stats or self._tells_spec_decoding_steps:
+            num_verified = count_verified_drafts(
+                scheduler_output, model_runner_output, grammar_output
+            )
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is None:
@@ -184,7 +200,9 @@ class Scheduler:
             num_drafts = len(
                 scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             )
-            output = self._update_request(request, model_runner_output, num_drafts)
+            output = self._update_request(
+                request, model_runner_output, num_drafts, num_verified.get(request_id)
+            )
             if output is not None:
                 outputs.append(output)
                 self._sampled_req_ids.add(request_id)
@@ -294,8 +312,18 @@ class Scheduler:
     # What comes out of a step.
 
     def _update_request(
-        self, request: Request, result: ModelRunnerOutput, num_drafts: int
+        self,
+        request: Request,
+        result: ModelRunnerOutput,
+        num_drafts: int,
+        num_verified: int | None,
     ) -> EngineCoreOutput | None:
+        """Commit a request's tokens.
+
+        Args:
+            num_drafts: scheduled ones.
+            num_verified: those of them that were verified; None: not to be counted.
+        """
         request_id = request.request_id
         if request.num_computed_tokens < request.num_tokens:
             # A chunk of a prompt; what the worker says of it is no output.
@@ -303,8 +331,7 @@ class Scheduler:
         batch_idx = result.req_id_to_index.get(request_id)
         token_ids = [] if batch_idx is None else result.sampled_token_ids[batch_idx]
         request.num_computed_tokens -= max(num_drafts + 1 - len(token_ids), 0)
-        if num_drafts > 0 and self._spec_decoding_stats is not None:
-            self._spec_decoding_stats.observe(num_drafts, max(len(token_ids) - 1, 0))
+        spec_decoding_step = self._count_drafts(num_verified, len(token_ids))
         is_first = request.num_output_tokens == 0
         commit = self._decide_commit(request, result, token_ids)
         if commit.num_kept < len(token_ids):
@@ -332,12 +359,27 @@ class Scheduler:
             error=commit.error,
             error_parameter=commit.error_parameter,
             is_client_error=commit.error_parameter is not None,
+            spec_decoding_step=spec_decoding_step,
         )
         if commit.status is not None:
             request.stop_reason = output.stop_reason = commit.stop_reason
             output.finish_reason = FINISH_REASONS[commit.status]
             self._release(request, commit.status)
         return output
+
+    def _count_drafts(
+        self, num_verified: int | None, num_sampled: int
+    ) -> SpecDecodingStep | None:
+        """Count the drafts of a request; return what its answer shall tell of them."""
+        if num_verified is None:
+            return None
+        # Before a stop cuts the tokens: a draft behind it was accepted all the same. But
+        # behind the end of a grammar the last mask is repeated, and verifies nothing.
+        num_accepted = min(max(num_sampled - 1, 0), num_verified)
+        step = SpecDecodingStep(num_verified, num_accepted)
+        if self._spec_decoding_stats is not None:
+            self._spec_decoding_stats.observe(step)
+        return step if self._tells_spec_decoding_steps else None
 
     def _decide_commit(
         self, request: Request, result: ModelRunnerOutput, token_ids: list[int]
