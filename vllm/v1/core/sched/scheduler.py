@@ -373,8 +373,8 @@ class Scheduler:
         """Count the drafts of a request; return what its answer shall tell of them."""
         if num_verified is None:
             return None
-        # Before a stop cuts the tokens: a draft behind it was accepted all the same. But
-        # behind the end of a grammar the last mask is repeated, and verifies nothing.
+        # Before a stop cuts the tokens: a draft behind it was accepted all the same.
+        # Behind the end of a grammar the last mask is repeated, and verifies nothing.
         num_accepted = min(max(num_sampled - 1, 0), num_verified)
         step = SpecDecodingStep(num_verified, num_accepted)
         if self._spec_decoding_stats is not None:
