@@ -80,6 +80,15 @@ KERNELS = {
     "worker.gpu.spec_decode.draft_model.inputs._gather_committed_inputs_kernel": (
         "*i32 i32 *i32 *i32 *i64 *i32 *i32 i32 i32 i32 *i64 *i64 *i64 *i32 *i64 256"
     ),
+    "worker.gpu.spec_decode.draft_model.inputs._gather_draft_inputs_kernel": (
+        "*i64 *i32 i32 i32 i32 i32 *i64 *i64 *i32 64"
+    ),
+    "worker.gpu.spec_decode.dspark.inputs._drop_rejected_slots_kernel": (
+        "*i64 *i64 *i32 *i32 *i64 i32 1024"
+    ),
+    "worker.gpu.spec_decode.dspark.inputs._lay_out_blocks_kernel": (
+        "*i64 *i64 *i32 i32 i32 i32 i32 i32 *i64 *i64 *i64 *i32 8"
+    ),
     "worker.gpu.spec_decode.ngram.lookup._propose_ngram_kernel": (
         "*i32 i32 *i32 *i32 *i64 *i32 i32 i32 i32 5 1024 4"
     ),

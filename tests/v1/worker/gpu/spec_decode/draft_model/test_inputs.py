@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -55,8 +57,16 @@ def test_tokens_beyond_the_drafters_context_are_not_written(impl, device):
     assert got.last_token_idx.tolist() == [0, 4]
 
 
-def test_a_draft_stands_behind_the_last_one(device):
-    got = inputs.gather_draft_inputs(
+drafts_by_both = pytest.mark.parametrize(
+    "impl",
+    [inputs._gather_draft_inputs_torch, inputs._gather_draft_inputs_triton],
+    ids=["torch", "triton"],
+)
+
+
+@drafts_by_both
+def test_a_draft_stands_behind_the_last_one(impl, device):
+    got = impl(
         torch.tensor([70, 71], device=device),
         torch.tensor([6, 9], device=device),
         int32([[5, 6, 7], [1, 2, 3]], device),
@@ -67,3 +77,43 @@ def test_a_draft_stands_behind_the_last_one(device):
     assert got.positions.tolist() == [6, 0]
     assert got.slot_mapping.tolist() == [26, -1]
     assert got.seq_lens.tolist() == [7, 1]
+    assert got.last_token_idx.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("num_reqs", [1, 63, 64, 129])
+def test_the_kernel_lays_out_drafts_as_its_twin_does(num_reqs, device):
+    generator = torch.Generator().manual_seed(num_reqs)
+
+    def draw(high, *shape):
+        return torch.randint(0, high, shape, generator=generator).to(device)
+
+    args = (draw(1000, num_reqs), draw(24, num_reqs))
+    args += (draw(500, num_reqs, 5).to(torch.int32), 4, 20)
+    expected = inputs._gather_draft_inputs_torch(*args)
+    got = inputs._gather_draft_inputs_triton(*args)
+    for field in fields(inputs.DraftInputs):
+        assert torch.equal(getattr(got, field.name), getattr(expected, field.name))
+
+
+@pytest.mark.parametrize("query_len", [1, 255, 256, 513])
+def test_the_kernel_lays_out_known_tokens_as_its_twin_does(query_len, device):
+    generator = torch.Generator().manual_seed(query_len)
+
+    def draw(high, *shape):
+        return torch.randint(0, high, shape, generator=generator).to(device)
+
+    args = (
+        draw(1000, 4, 600).to(torch.int32),
+        int32([0, 2, query_len + 3, 9], device),
+        int32([2, 3, 1], device),
+        torch.tensor([6, 3, 0], device=device),
+        int32([0, query_len, query_len + 4, query_len + 5], device),
+        draw(500, 3, 150).to(torch.int32),
+        4,
+        300,
+        query_len + 5,
+    )
+    expected = inputs._gather_committed_inputs_torch(*args)
+    got = inputs._gather_committed_inputs_triton(*args)
+    for field in fields(inputs.DraftInputs):
+        assert torch.equal(getattr(got, field.name), getattr(expected, field.name))

@@ -8,6 +8,9 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.block_table import PAD_SLOT_ID
 
+# Requests of one program.
+_DRAFT_BLOCK_SIZE = 64
+
 
 @dataclass(frozen=True)
 class DraftInputs:
@@ -162,7 +165,22 @@ def gather_draft_inputs(
         block_size: tokens a block.
         max_len: positions that the drafter and the cache have; a draft beyond them is
             computed at position 0, and its output means nothing.
+
+    Twin: _gather_draft_inputs_torch.
     """
+    impl = _gather_draft_inputs_torch
+    if positions.is_cuda:
+        impl = _gather_draft_inputs_triton
+    return impl(draft_token_ids, positions, block_table, block_size, max_len)
+
+
+def _gather_draft_inputs_torch(
+    draft_token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> DraftInputs:
     has_place = positions < max_len
     place = torch.where(has_place, positions, 0)
     slots = block_table.gather(1, (place // block_size).unsqueeze(1)).squeeze(1)
@@ -174,6 +192,37 @@ def gather_draft_inputs(
         (place + 1).to(torch.int32),
         torch.arange(len(positions), device=positions.device),
     )
+
+
+def _gather_draft_inputs_triton(
+    draft_token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> DraftInputs:
+    num_reqs, device = len(positions), positions.device
+    inputs = DraftInputs(
+        draft_token_ids,
+        torch.empty_like(positions),
+        torch.empty_like(positions),
+        torch.empty(num_reqs, dtype=torch.int32, device=device),
+        torch.arange(num_reqs, device=device),
+    )
+    programs = triton.cdiv(num_reqs, _DRAFT_BLOCK_SIZE)
+    _gather_draft_inputs_kernel[(programs,)](
+        positions,
+        block_table,
+        block_table.stride(0),
+        block_size,
+        max_len,
+        num_reqs,
+        inputs.positions,
+        inputs.slot_mapping,
+        inputs.seq_lens,
+        BLOCK_SIZE=_DRAFT_BLOCK_SIZE,
+    )
+    return inputs
 
 
 @triton.jit
@@ -221,3 +270,29 @@ def _gather_committed_inputs_kernel(
         tl.store(input_ids_ptr + token_idx, token.to(tl.int64), mask=mask)
         tl.store(positions_ptr + token_idx, place, mask=mask)
         tl.store(slot_mapping_ptr + token_idx, tl.where(is_known, slot, -1), mask=mask)
+
+
+@triton.jit
+def _gather_draft_inputs_kernel(
+    draft_positions_ptr,  # [num_reqs]
+    block_table_ptr,  # [num_reqs, num_blocks]
+    block_table_stride,
+    block_size,
+    max_len,
+    num_reqs,
+    positions_ptr,  # [num_reqs]
+    slot_mapping_ptr,  # [num_reqs]
+    seq_lens_ptr,  # [num_reqs]
+    BLOCK_SIZE: tl.constexpr,
+):
+    batch_idx = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = batch_idx < num_reqs
+    position = tl.load(draft_positions_ptr + batch_idx, mask=mask, other=0)
+    has_place = mask & (position < max_len)
+    place = tl.where(has_place, position, 0)
+    block_ptr = block_table_ptr + batch_idx * block_table_stride + place // block_size
+    block = tl.load(block_ptr, mask=has_place, other=0)
+    slot = block.to(tl.int64) * block_size + place % block_size
+    tl.store(positions_ptr + batch_idx, place, mask=mask)
+    tl.store(slot_mapping_ptr + batch_idx, tl.where(has_place, slot, -1), mask=mask)
+    tl.store(seq_lens_ptr + batch_idx, (place + 1).to(tl.int32), mask=mask)

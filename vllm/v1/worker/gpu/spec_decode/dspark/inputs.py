@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.block_table import PAD_SLOT_ID
 
@@ -42,10 +43,16 @@ def drop_rejected_slots(
         num_computed_tokens: [num_reqs] int32, after the step: rejected drafts stand at
             or behind it.
         max_len: positions that the drafter has.
+
+    Returns:
+        [num_tokens] int64; -1 for a token that is not to be written.
+
+    Twin: _drop_rejected_slots_torch.
     """
-    batch_idx = find_owners(query_start_loc[1:], len(positions))
-    is_context = positions < num_computed_tokens.clamp(max=max_len)[batch_idx]
-    return slot_mapping.masked_fill(~is_context, PAD_SLOT_ID)
+    impl = _drop_rejected_slots_torch
+    if slot_mapping.is_cuda:
+        impl = _drop_rejected_slots_triton
+    return impl(slot_mapping, positions, query_start_loc, num_computed_tokens, max_len)
 
 
 def lay_out_blocks(
@@ -67,7 +74,36 @@ def lay_out_blocks(
         block_table: [R, num_blocks] int32.
         block_size: tokens a cache block.
         max_len: positions that the drafter and the cache have.
+
+    Twin: _lay_out_blocks_torch.
     """
+    impl = _lay_out_blocks_triton if anchor.is_cuda else _lay_out_blocks_torch
+    return impl(
+        anchor_ids, anchor, num_slots, mask_token_id, block_table, block_size, max_len
+    )
+
+
+def _drop_rejected_slots_torch(
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    max_len: int,
+) -> torch.Tensor:
+    batch_idx = find_owners(query_start_loc[1:], len(positions))
+    is_context = positions < num_computed_tokens.clamp(max=max_len)[batch_idx]
+    return slot_mapping.masked_fill(~is_context, PAD_SLOT_ID)
+
+
+def _lay_out_blocks_torch(
+    anchor_ids: torch.Tensor,
+    anchor: torch.Tensor,
+    num_slots: int,
+    mask_token_id: int,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> BlockInputs:
     positions = anchor.unsqueeze(1) + torch.arange(num_slots, device=anchor.device)
     has_place = positions < max_len
     places = positions.masked_fill(~has_place, 0)
@@ -81,3 +117,119 @@ def lay_out_blocks(
         slots.masked_fill_(~has_place, PAD_SLOT_ID).flatten(),
         (anchor + num_slots).clamp(max=max_len).to(torch.int32),
     )
+
+
+def _drop_rejected_slots_triton(
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    max_len: int,
+) -> torch.Tensor:
+    kept = torch.empty_like(slot_mapping)
+    _drop_rejected_slots_kernel[(len(num_computed_tokens),)](
+        slot_mapping,
+        positions,
+        query_start_loc,
+        num_computed_tokens,
+        kept,
+        max_len,
+        BLOCK_SIZE=1024,
+    )
+    return kept
+
+
+def _lay_out_blocks_triton(
+    anchor_ids: torch.Tensor,
+    anchor: torch.Tensor,
+    num_slots: int,
+    mask_token_id: int,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> BlockInputs:
+    num_reqs, device = len(anchor), anchor.device
+    num_tokens = num_reqs * num_slots
+    inputs = BlockInputs(
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+        torch.empty(num_reqs, dtype=torch.int32, device=device),
+    )
+    _lay_out_blocks_kernel[(num_reqs,)](
+        anchor_ids,
+        anchor,
+        block_table,
+        block_table.stride(0),
+        num_slots,
+        mask_token_id,
+        block_size,
+        max_len,
+        inputs.input_ids,
+        inputs.positions,
+        inputs.slot_mapping,
+        inputs.seq_lens,
+        BLOCK_SIZE=triton.next_power_of_2(num_slots),
+    )
+    return inputs
+
+
+@triton.jit
+def _drop_rejected_slots_kernel(
+    slot_mapping_ptr,  # [num_tokens]
+    positions_ptr,  # [num_tokens]
+    query_start_loc_ptr,  # [num_reqs + 1]
+    num_computed_tokens_ptr,  # [num_reqs]
+    kept_ptr,  # [num_tokens]
+    max_len,
+    BLOCK_SIZE: tl.constexpr,
+):
+    # One program per request.
+    batch_idx = tl.program_id(0).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + batch_idx)
+    end = tl.load(query_start_loc_ptr + batch_idx + 1)
+    context_len = tl.minimum(tl.load(num_computed_tokens_ptr + batch_idx), max_len)
+    for first in range(start, end, BLOCK_SIZE):
+        token_idx = first + tl.arange(0, BLOCK_SIZE)
+        mask = token_idx < end
+        position = tl.load(positions_ptr + token_idx, mask=mask, other=0)
+        slot = tl.load(slot_mapping_ptr + token_idx, mask=mask, other=-1)
+        slot = tl.where(position < context_len, slot, -1)
+        tl.store(kept_ptr + token_idx, slot, mask=mask)
+
+
+@triton.jit
+def _lay_out_blocks_kernel(
+    anchor_ids_ptr,  # [num_reqs]
+    anchor_ptr,  # [num_reqs]
+    block_table_ptr,  # [num_reqs, num_blocks]
+    block_table_stride,
+    num_slots,
+    mask_token_id,
+    block_size,
+    max_len,
+    input_ids_ptr,  # [num_reqs * num_slots]
+    positions_ptr,  # [num_reqs * num_slots]
+    slot_mapping_ptr,  # [num_reqs * num_slots]
+    seq_lens_ptr,  # [num_reqs]
+    BLOCK_SIZE: tl.constexpr,
+):
+    # One program per request.
+    batch_idx = tl.program_id(0).to(tl.int64)
+    anchor = tl.load(anchor_ptr + batch_idx)
+    seq_len = tl.minimum(anchor + num_slots, max_len)
+    tl.store(seq_lens_ptr + batch_idx, seq_len.to(tl.int32))
+    local = tl.arange(0, BLOCK_SIZE)
+    mask = local < num_slots
+    position = anchor + local
+    has_place = mask & (position < max_len)
+    place = tl.where(has_place, position, 0)
+    block_row_ptr = block_table_ptr + batch_idx * block_table_stride
+    block = tl.load(block_row_ptr + place // block_size, mask=has_place, other=0)
+    slot = block.to(tl.int64) * block_size + place % block_size
+    anchor_id = tl.load(anchor_ids_ptr + batch_idx)
+    token_id = tl.where(local == 0, anchor_id, mask_token_id)
+    token_idx = batch_idx * num_slots + local
+    tl.store(input_ids_ptr + token_idx, token_id, mask=mask)
+    tl.store(positions_ptr + token_idx, place, mask=mask)
+    tl.store(slot_mapping_ptr + token_idx, tl.where(has_place, slot, -1), mask=mask)
