@@ -1,6 +1,7 @@
 """What holds for requests of one engine: seeds, bad logits, ends from outside."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_drafting_engine(model: Path, drafter: str, **kwargs: Any) -> TinyEngine:
-    config = dict(DRAFTERS[drafter])
+def make_drafting_engine(
+    model: Path, drafter: str, verification: dict[str, Any] | None = None, **kwargs: Any
+) -> TinyEngine:
+    config = DRAFTERS[drafter] | (verification or {})
     if config:
         config["num_speculative_tokens"] = 4
         kwargs["speculative_config"] = config
@@ -138,6 +141,21 @@ def test_a_drafter_of_nans_costs_acceptance_and_nothing_else(
     outputs = engine.run(healthy_requests())
     engine.shutdown()
     assert [visible(output) for output in outputs] == expected
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "itself, drawn"])
+def test_drafts_accepted_by_chance_break_no_constraint(model, drafter):
+    synthetic = {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1.0] * 4,
+    }
+    engine = make_drafting_engine(model, drafter, synthetic)
+    constraint = StructuredOutputsParams(regex="(ab|cd){7}")
+    params = SamplingParams(seed=3, max_tokens=40, structured_outputs=constraint)
+    outputs = engine.run([("abcabdcbabcd" * 2, params), (PROMPT, params)])
+    engine.shutdown()
+    for output in outputs:
+        assert re.fullmatch("(ab|cd){7}", output.outputs[0].text)
 
 
 def test_every_request_that_fails_is_named(model):

@@ -298,6 +298,31 @@ def test_synthetic_rates_come_from_the_config(device):
     assert output.sampled_token_ids[:, :2].tolist() == [[1, 2]] * 2
 
 
+def test_synthetic_rates_do_not_save_a_draft_that_a_grammar_forbids(
+    device, monkeypatch
+):
+    # Chunks of one row: each finds its own masks.
+    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 4 * VOCAB_SIZE)
+    steps = Steps(device, [SamplingParams(**GREEDY), SamplingParams(seed=4)])
+
+    def forbid(logits, *, first_logit_idx):
+        # Behind the second draft of the first request, 3 may not come.
+        for row in range(len(logits)):
+            if first_logit_idx + row == 2:
+                logits[row, 3] = float("-inf")
+
+    output = steps.verify(
+        [[1, 2, 3, 4]] * 2,
+        apply_grammar=forbid,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=(1.0,) * 4,
+    )
+    assert output.num_sampled.tolist() == [3, 5]
+    assert output.sampled_token_ids[0, :2].tolist() == [1, 2]
+    assert output.sampled_token_ids[0, 2] not in (3, -1)
+    assert output.sampled_token_ids[1, :4].tolist() == [1, 2, 3, 4]
+
+
 def test_a_step_without_rows_samples_nothing(device):
     output = Steps(device, [SamplingParams(**GREEDY)] * 2).verify([None, None])
     assert output.num_sampled.tolist() == [0, 0]

@@ -69,7 +69,8 @@ def rejection_sample(
       rejected draft is replaced by a draw from norm(max(p_target - p_draft, 0)), by
       noise of its own again;
     * with `conditional_rates`, every draft is accepted by chance alone, and a rejected
-      one is replaced by the token that `gumbel_sample` draws.
+      one is replaced by the token that `gumbel_sample` draws; whoever needs a draft to
+      be rejected puts the placeholder in its place.
 
     Args:
         target_logits: gives the processed float32 rows, at most `get_max_chunk_logits`
@@ -162,6 +163,9 @@ class RejectionSampler:
             # The logits are about to be changed.
             nans_before = _sum_nans(logits)
         logprob_rows = self.sampler.find_logprob_rows(rows)
+        judged_rows = rows
+        if self._conditional_rates is not None and apply_grammar is not None:
+            judged_rows = forget_forbidden_drafts(rows, logits, apply_grammar)
         sampled, num_sampled = rejection_sample(
             partial(
                 self._process_rows,
@@ -172,7 +176,7 @@ class RejectionSampler:
                 logprob_rows is not None,
             ),
             draft_logits,
-            rows,
+            judged_rows,
             self.sampler.states,
             self._max_rows_per_req,
             self._conditional_rates,
@@ -257,6 +261,33 @@ def compute_conditional_rates(rates: Sequence[float]) -> list[float]:
         rate / previous if previous > 0 else 0.0
         for rate, previous in zip(rates, before, strict=True)
     ]
+
+
+def forget_forbidden_drafts(
+    rows: SamplingRows, logits: torch.Tensor, apply_grammar: GrammarMask
+) -> SamplingRows:
+    """Replace the drafts that a grammar forbids by the placeholder -1.
+
+    For drafts that are accepted by chance: wherever the target has a say, it gives a
+    forbidden draft no probability.
+
+    Args:
+        rows: of the step.
+        logits: [num_logits, vocab_size], for its shape.
+        apply_grammar: of the step.
+    """
+    drafts = _drafts_behind(rows)
+    chunk_size = get_max_chunk_logits(logits.shape[1])
+    is_forbidden = torch.zeros_like(drafts, dtype=torch.bool)
+    for start in range(0, len(drafts), chunk_size):
+        chunk = drafts[start : start + chunk_size]
+        mask = torch.zeros_like(logits[start : start + chunk_size])
+        apply_grammar(mask, first_logit_idx=start)
+        masked = mask.gather(1, chunk.clamp(min=0).unsqueeze(1)).squeeze(1)
+        is_forbidden[start : start + chunk_size] = (chunk >= 0) & (masked < 0)
+    # The draft that a row judges is the input of the next one.
+    input_ids = rows.input_ids.masked_fill(is_forbidden.roll(1), -1)
+    return replace(rows, input_ids=input_ids)
 
 
 def flatten_sampled(
