@@ -84,6 +84,22 @@ def test_the_cap_of_a_request_bounds_its_drafts(
     assert len(metrics.acceptance_histogram) == NUM_DRAFTS + 1
 
 
+def test_no_draft_is_read_from_where_the_drafter_has_no_place(model: Path):
+    config = {
+        "method": "draft_model",
+        "model": str(model),
+        "num_speculative_tokens": NUM_DRAFTS,
+        "max_model_len": 10,
+    }
+    engine = make_engine(model, speculative_config=config)
+    output = run(engine)
+    engine.shutdown()
+    # Two prompt tokens and one of output, then twice four: the last known one is the
+    # eleventh.
+    assert drafts_of(output).per_step_drafted == [3, 3]
+    assert drafts_of(output).draft_acceptance_rate == 1.0
+
+
 def test_drafts_behind_a_stop_string_were_accepted_all_the_same(engine: TinyEngine):
     # Its second token is the first draft.
     text = run(engine, "x").outputs[0].text

@@ -104,17 +104,16 @@ class DraftModelSpeculator(Speculator):
         taps: list[torch.Tensor],
     ) -> Drafts:
         """Draft for the requests that have sampled; fill the cache for the others."""
-        num_drafts = self._config.num_speculative_tokens
+        shape = batch.num_reqs, self._config.num_speculative_tokens
         is_sampling_np = np.diff(batch.layout.cu_num_logits_np) > 0
         hidden_states = self._run_committed(batch, is_sampling_np)
-        drafts = torch.full(
-            (batch.num_reqs, num_drafts), -1, dtype=torch.int64, device=self._device
-        )
-        counts = torch.from_numpy((is_sampling_np * num_drafts).astype(np.int32))
+        drafts = torch.full(shape, -1, dtype=torch.int64, device=self._device)
+        num_drafts = torch.zeros(batch.num_reqs, dtype=torch.int32, device=self._device)
         if is_sampling_np.any():
             rows = to_device(np.flatnonzero(is_sampling_np), self._device)
-            drafts[rows] = self._draft(batch, rows, hidden_states[rows])
-        return Drafts(drafts, counts.to(self._device, non_blocking=True))
+            drafted = self._draft(batch, rows, hidden_states[rows])
+            drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
+        return Drafts(drafts, num_drafts)
 
     def _run_committed(
         self, batch: InputBatch, is_sampling_np: np.ndarray
@@ -145,8 +144,8 @@ class DraftModelSpeculator(Speculator):
 
     def _draft(
         self, batch: InputBatch, rows: torch.Tensor, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
-        """Return [len(rows), num_speculative_tokens] drafts of these requests."""
+    ) -> Drafts:
+        """Return the drafts of these requests of the batch."""
         idx_mapping = batch.idx_mapping[rows]
         anchor = self._req_states.total_len.gpu[idx_mapping].long() - 1
         num_drafts = self._config.num_speculative_tokens
@@ -171,7 +170,12 @@ class DraftModelSpeculator(Speculator):
                 )
             logits = self._model.compute_logits(hidden_states)
             drafts.append(self._sampler.sample(logits, idx_mapping, anchor, step))
-        return torch.stack(drafts, dim=1)
+        # A draft is read from the token before it, which must have a place.
+        num_read = (self._config.max_model_len - anchor).clamp(0, num_drafts)
+        steps = torch.arange(num_drafts, device=self._device)
+        token_ids = torch.stack(drafts, dim=1)
+        token_ids.masked_fill_(steps >= num_read.unsqueeze(1), -1)
+        return Drafts(token_ids, num_read.to(torch.int32))
 
     def _forward(
         self,
