@@ -64,6 +64,12 @@ def test_a_block_drafter_drafts_as_much_as_a_block_gives(tmp_path):
     assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (5, 6)
 
 
+def test_only_a_drafter_with_a_cache_needs_room_ahead(tmp_path):
+    values = {"model": write(tmp_path, TARGET), "num_speculative_tokens": 3}
+    assert resolve_speculative_config(values, target()).num_lookahead_tokens == 3
+    assert resolve_speculative_config(NGRAM, target()).num_lookahead_tokens == 0
+
+
 def test_fewer_drafts_are_read_from_whole_blocks(tmp_path):
     config = resolve(tmp_path, DSPARK, method="dspark", num_speculative_tokens=2)
     assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (2, 6)

@@ -53,6 +53,8 @@ class SpeculativeConfig:
     @property
     def num_lookahead_tokens(self) -> int:
         """Cache slots behind a request's tokens that the drafter writes."""
+        if self.method == "ngram":
+            return 0
         if self.dspark_config is not None:
             return self.dspark_config.num_lookahead_slots
         return self.num_speculative_tokens

@@ -73,7 +73,8 @@ def make_config(
         LoadConfig(),
         StructuredOutputsConfig(),
         ObservabilityConfig(per_request_spec_decode_metrics=spec_decode_metrics),
-        SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
+        # A drafter with a cache of its own, which needs room ahead.
+        SpeculativeConfig("draft_model", num_drafts) if num_drafts else None,
     )
 
 
