@@ -17,11 +17,15 @@ class LossWeights:
     """How the losses are added up.
 
     Args:
+        distillation: of the cross entropy to the target's whole distribution, which
+            the paper does without: it has a slope where the total variation is flat,
+            for a drafter that knows nothing yet.
         decay: drafts until a position counts 1 / e of the first.
     """
 
     cross_entropy: float = 0.1
     total_variation: float = 0.9
+    distillation: float = 0.0
     confidence: float = 1.0
     decay: float = 4.0
 
@@ -34,6 +38,7 @@ class DraftLosses:
         total: scalar, the one to differentiate.
         cross_entropy: scalar, as the next two, of the target's sampled tokens.
         total_variation: full L1 distance of the two distributions.
+        distillation: cross entropy of the target's distribution; 0 where not weighted.
         confidence: of the predicted acceptance; 0 without such a head.
         acceptance: [n, K], expected acceptance of each draft, detached; 0 where there
             is no label.
@@ -42,6 +47,7 @@ class DraftLosses:
     total: torch.Tensor
     cross_entropy: torch.Tensor
     total_variation: torch.Tensor
+    distillation: torch.Tensor
     confidence: torch.Tensor
     acceptance: torch.Tensor
 
@@ -147,7 +153,10 @@ def compute_draft_losses(
     picked = log_probs.gather(-1, draft_labels.clamp(min=0)[..., None])[..., 0]
     cross_entropy = (-picked * weight * has_label).sum() / weight_sums.with_label
     total_variation = (distance * weight).sum() / weight_sums.valid
-    confidence = draft_logits.new_zeros(())
+    distillation = confidence = total_variation.new_zeros(())
+    if weights.distillation:
+        soft = -(target_probs * log_probs).sum(dim=-1)
+        distillation = (soft * weight).sum() / weight_sums.valid
     if confidence_logits is not None:
         each = F.binary_cross_entropy_with_logits(
             confidence_logits.float(), acceptance, reduction="none"
@@ -156,10 +165,16 @@ def compute_draft_losses(
     total = (
         weights.cross_entropy * cross_entropy
         + weights.total_variation * total_variation
+        + weights.distillation * distillation
         + weights.confidence * confidence
     )
     return DraftLosses(
-        total, cross_entropy, total_variation, confidence, acceptance * is_valid
+        total,
+        cross_entropy,
+        total_variation,
+        distillation,
+        confidence,
+        acceptance * is_valid,
     )
 
 
@@ -170,6 +185,7 @@ def add_losses(parts: Iterable[DraftLosses]) -> DraftLosses:
         total=torch.stack([part.total for part in parts]).sum(),
         cross_entropy=torch.stack([part.cross_entropy for part in parts]).sum(),
         total_variation=torch.stack([part.total_variation for part in parts]).sum(),
+        distillation=torch.stack([part.distillation for part in parts]).sum(),
         confidence=torch.stack([part.confidence for part in parts]).sum(),
         acceptance=torch.cat([part.acceptance for part in parts]),
     )

@@ -12,7 +12,8 @@ from vllm.model_executor.layers.rotary_embedding import build_cos_sin_cache
 from vllm.transformers_utils.config import HfConfig
 from vllm.transformers_utils.configs.dspark import DSparkConfig
 
-_STANDARD_DEVIATION = 0.02
+# Of the table of predecessors; of a matrix, 1 / sqrt(its inputs).
+_TABLE_DEVIATION = 0.02
 
 
 class DSparkTrainingModel(nn.Module):
@@ -147,31 +148,8 @@ class DSparkTrainingModel(nn.Module):
         return self.confidence_head.proj(x).squeeze(-1)
 
     @torch.no_grad()
-    def start_from(
-        self, tap_means: torch.Tensor, tap_deviations: torch.Tensor, norm: torch.Tensor
-    ) -> None:
-        """Let a new drafter read taps in units of their own, and speak at full voice.
-
-        Some dimensions of a residual stream are a hundred times as large as others and
-        hardly change: as they are, they would drown the rest. `export` folds the units
-        into the weights.
-
-        Args:
-            tap_means: [taps_size], over tokens.
-            tap_deviations: [taps_size], as they are: > 0.
-            norm: [hidden_size], the weight of the target's final norm.
-        """
-        scales = tap_deviations.reciprocal().to(self.fc.weight)
-        self.tap_scales = scales
-        # What all tokens have in common says nothing: it starts unread.
-        common = tap_means.to(scales) * scales
-        common = common / common.norm().clamp(min=1e-12)
-        self.fc.weight -= torch.outer(self.fc.weight @ common, common)
-        self.norm.weight.copy_(norm)
-
-    @torch.no_grad()
     def export(self) -> dict[str, torch.Tensor]:
-        """Return the weights by their names in a checkpoint."""
+        """Return the weights by their names in a checkpoint, taps as they are."""
         weights = {name: value.detach() for name, value in self.state_dict().items()}
         if self.tap_scales is not None:
             weights["fc.weight"] = weights["fc.weight"] * self.tap_scales
@@ -196,7 +174,9 @@ class DSparkTrainingModel(nn.Module):
                 # The bias starts at none; its gradient flows through the other table.
                 parameter.zero_()
             else:
-                parameter.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+                is_table = name == "markov_head.markov_w1.weight"
+                deviation = _TABLE_DEVIATION if is_table else parameter.shape[1] ** -0.5
+                parameter.normal_(0.0, deviation, generator=generator)
 
 
 class _RMSNorm(nn.Module):

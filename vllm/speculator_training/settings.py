@@ -1,6 +1,6 @@
 """What a training run can be told, and the error that ends one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm.exceptions import UnsupportedError, VLLMValidationError
 from vllm.speculator_training.losses import LossWeights
@@ -81,6 +81,7 @@ class TrainSettings:
         compute_dtype: of matrix products, the target's included; what they add up to
             is float32, as the weights are.
         save_dtype: of the drafter's weights on disk.
+        distillation: weight of that loss.
     """
 
     num_epochs: int = 3
@@ -96,14 +97,14 @@ class TrainSettings:
     feature_dtype: str = "float16"
     compute_dtype: str = "float32"
     save_dtype: str = "bfloat16"
-    loss_weights: LossWeights = field(default_factory=LossWeights)
+    distillation: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least(1, self, "num_epochs", "batch_size", "num_anchors")
         # Two: an anchor and a label.
         _at_least(2, self, "min_answer_tokens")
         _at_least(1, self, "checkpoint_steps")
-        _at_least(0, self, "max_cache_bytes")
+        _at_least(0, self, "max_cache_bytes", "distillation")
         for name in ("feature_dtype", "compute_dtype", "save_dtype"):
             if getattr(self, name) not in DTYPES:
                 values = ", ".join(DTYPES)
@@ -113,6 +114,11 @@ class TrainSettings:
         for name in ("warmup_ratio", "held_out_ratio"):
             if not 0 <= getattr(self, name) < 1:
                 raise _invalid(name, "must be in [0, 1)", getattr(self, name))
+
+    @property
+    def loss_weights(self) -> LossWeights:
+        """How the losses are added up."""
+        return LossWeights(distillation=self.distillation)
 
 
 def _at_least(low: int, settings: object, *names: str) -> None:

@@ -28,6 +28,7 @@ from vllm.speculator_training.drafter import make_drafter, make_drafter_config
 from vllm.speculator_training.evaluate import fit
 from vllm.speculator_training.features import FeatureStore, TargetRunner
 from vllm.speculator_training.generate import Answer
+from vllm.speculator_training.initial import start_from_target
 from vllm.speculator_training.report import measure, write_report
 from vllm.speculator_training.rollout import roll_out
 from vllm.speculator_training.settings import (
@@ -45,8 +46,8 @@ WORK_FOLDER = "training"
 DATA_FOLDER = "data"
 _SETTINGS = "settings.json"
 _FEATURES = "states.bin"
-# Sequences that the units of the taps are measured on.
-_NUM_MEASURED = 64
+# Sequences that a drafter's first weights are fitted to.
+_NUM_FITTED = 256
 # Of text and checkpoints, roughly: weights, two moments and a copy, in float32.
 _BYTES_PER_TOKEN = 12
 _CHECKPOINT_BYTES_PER_WEIGHT = 4 * (3 + 3 + 1)
@@ -345,8 +346,7 @@ def _make_drafting(
         longest + config.block_size,
         job.data.seed,
     )
-    measured = store.measure_taps(split.train[:_NUM_MEASURED])
-    model.start_from(*measured, store.runner.final_norm())
+    start_from_target(model, store, split.train[:_NUM_FITTED])
     return Drafting(
         model,
         store,

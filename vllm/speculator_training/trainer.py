@@ -106,6 +106,7 @@ class Trainer:
             "loss": float(losses.total.detach()),
             "cross_entropy": float(losses.cross_entropy.detach()),
             "total_variation": float(losses.total_variation.detach()),
+            "distillation": float(losses.distillation.detach()),
             "confidence": float(losses.confidence.detach()),
         }
 

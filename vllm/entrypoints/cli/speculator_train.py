@@ -35,6 +35,7 @@ TRAINING_FLAGS = {
     "batch_size": "answers a step",
     "num_anchors": "blocks of an answer, a pass",
     "learning_rate": "at its highest",
+    "distillation": "weight of the whole distribution's cross entropy",
     "warmup_ratio": "share of the steps in which the rate rises",
     "max_grad_norm": "longer gradients are shortened",
     "checkpoint_steps": "steps between checkpoints",
