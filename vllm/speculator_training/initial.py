@@ -87,7 +87,7 @@ def start_from_target(
     """
     fit = fit_target(model, store, indices)
     _tabulate_predecessors(model, fit)
-    for layer in model.layers:
+    for layer in model.draft_layers:
         layer.self_attn.o_proj.weight *= _WRITE_SHARE
         layer.mlp.down_proj.weight *= _WRITE_SHARE
     directions = _read_taps(model, fit)
@@ -122,7 +122,7 @@ def fit_target(
                 continue
             read = taps[anchors - 1]
             predecessors = sequence.token_ids[anchors + draft].to(taps.device)
-            x = torch.cat(
+            inputs = torch.cat(
                 (
                     taps.new_ones(len(anchors), 1),
                     read,
@@ -133,8 +133,8 @@ def fit_target(
             y = features.states[anchors + draft, -1]
             # A token with states far from all others' would bend the whole map.
             far = read.abs().amax(dim=1, keepdim=True)
-            weighted = x * (_FAR / far).clamp(max=1).square() * weight
-            gram += (weighted.T @ x).cpu().double()
+            weighted = inputs * (_FAR / far).clamp(max=1).square() * weight
+            gram += (weighted.T @ inputs).cpu().double()
             product = (weighted.T @ y).cpu().double()
             cross = product if cross is None else cross + product
             total += float(weighted[:, 0].sum())
@@ -144,8 +144,8 @@ def fit_target(
     solution = torch.linalg.solve(gram + ridge, cross / total)
     means = gram[0]
     covariance = gram - torch.outer(means, means)
-    taps, predecessors = slice(1, size), slice(size, None)
-    common = torch.linalg.solve(gram[taps, taps] + ridge[taps, taps], means[taps])
+    t, x = slice(1, size), slice(size, None)
+    common = torch.linalg.solve(gram[t, t] + ridge[t, t], means[t])
 
     def put(value: torch.Tensor) -> torch.Tensor:
         return value.to(model.fc.weight)
@@ -154,12 +154,12 @@ def fit_target(
         put(scales),
         # Of centred taps and embeddings.
         put(means @ solution),
-        put(solution[predecessors].T * embedding_scale),
-        put(solution[taps].T),
-        put(covariance[taps, taps]),
+        put(solution[x].T * embedding_scale),
+        put(solution[t].T),
+        put(covariance[t, t]),
         put(common),
-        put(means[predecessors] / embedding_scale),
-        put(covariance[predecessors, predecessors] / embedding_scale**2),
+        put(means[x] / embedding_scale),
+        put(covariance[x, x] / embedding_scale**2),
     )
 
 
@@ -227,9 +227,9 @@ def _look_at_the_last_tokens(model: DSparkTrainingModel) -> None:
     angles = torch.atan2(sines, cosines)[:num_pairs]
     group = config.num_attention_heads // config.num_key_value_heads
     num_free = max(1, config.num_key_value_heads // _LOCAL_SHARE)
-    for layer in model.layers:
+    for layer in model.draft_layers:
         attention = layer.self_attn
-        is_last = layer is model.layers[-1]
+        is_last = layer is model.draft_layers[-1]
         num_local = config.num_key_value_heads - (0 if is_last else num_free)
         for kv_head in range(num_local):
             first = kv_head * config.head_dim
@@ -256,7 +256,7 @@ def _speak(
 ) -> None:
     """Make the first heads of the last layer say what the linear map does."""
     config = model.config.backbone
-    attention = model.layers[-1].self_attn
+    attention = model.draft_layers[-1].self_attn
     group = config.num_attention_heads // config.num_key_value_heads
     head_dim, rms = config.head_dim, _fused_rms(model)
     norm = torch.where(norm.abs() < _MIN_NORM, _MIN_NORM * norm.sign(), norm)

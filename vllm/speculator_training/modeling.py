@@ -64,6 +64,11 @@ class DSparkTrainingModel(nn.Module):
         )
         self._initialise(seed)
 
+    @property
+    def draft_layers(self) -> list["_DraftLayer"]:
+        """The layers, by their type."""
+        return [layer for layer in self.layers if isinstance(layer, _DraftLayer)]
+
     def forward(
         self, taps: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
