@@ -54,8 +54,10 @@ class Recorder:
         runner = self.engine.executor.worker.model_runner
         propose, total_len = runner.speculator.propose, runner.req_states.total_len
 
-        def record(batch: InputBatch, *args: Any) -> Drafts:
+        def record(batch: InputBatch, *args: Any) -> Drafts | None:
             drafts = propose(batch, *args)
+            if drafts is None:
+                return None
             num_known = total_len.gpu[batch.idx_mapping].tolist()
             counts = drafts.num_drafts.tolist()
             for batch_idx, count in enumerate(counts):
