@@ -103,7 +103,9 @@ def draft_alone(
         embeddings.append(net.markov_embed(torch.tensor(tokens[-1:])))
         bias, state = net.markov_bias(embeddings[-1], hidden[:, k], state)
         logits = net.compute_base_logits(hidden[:, k]) + bias
-        tokens.append(int(net.map_draft_to_target(logits.argmax(-1))))
+        best = logits.argmax(-1)
+        vocab = net.draft_vocab
+        tokens.append(int(best if vocab is None else vocab.map_ids(best)))
     confidence = net.compute_confidence(hidden, torch.stack(embeddings, 1))
     return tokens[1:], confidence.sigmoid()[0].tolist()
 

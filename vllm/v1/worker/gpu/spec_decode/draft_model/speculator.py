@@ -127,7 +127,8 @@ class DraftModelSpeculator(Speculator):
         drafts = torch.full(shape, -1, dtype=torch.int64, device=self._device)
         num_drafts = torch.zeros(batch.num_reqs, dtype=torch.int32, device=self._device)
         rows = to_device(rows_np, self._device)
-        drafted = self._draft(batch, rows, hidden_states[rows])
+        is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
+        drafted = self._draft(batch, rows, hidden_states[rows], is_all_greedy)
         drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
         return Drafts(drafts, num_drafts)
 
@@ -159,7 +160,11 @@ class DraftModelSpeculator(Speculator):
         return hidden_states[inputs.last_token_idx]
 
     def _draft(
-        self, batch: InputBatch, rows: torch.Tensor, hidden_states: torch.Tensor
+        self,
+        batch: InputBatch,
+        rows: torch.Tensor,
+        hidden_states: torch.Tensor,
+        is_all_greedy: bool,
     ) -> Drafts:
         """Return the drafts of these requests of the batch."""
         idx_mapping = batch.idx_mapping[rows]
@@ -185,7 +190,9 @@ class DraftModelSpeculator(Speculator):
                     inputs, query_start_loc, blocks, 1, max_seq_len
                 )
             logits = self._model.compute_logits(hidden_states)
-            drafts.append(self._sampler.sample(logits, idx_mapping, anchor, step))
+            drafts.append(
+                self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
+            )
         # A draft is read from the token before it, which must have a place.
         num_read = (self._config.max_model_len - anchor).clamp(0, num_drafts)
         steps = torch.arange(num_drafts, device=self._device)

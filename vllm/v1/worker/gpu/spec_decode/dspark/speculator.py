@@ -90,6 +90,8 @@ class DSparkSpeculator(Speculator):
         self._model = load_dspark_model(
             self._path, self._dspark_config, target, self._max_len, self._device
         )
+        if self._model.draft_vocab is not None:
+            self._sampler.restrict(self._model.draft_vocab)
         target.set_aux_hidden_state_layers(
             self._dspark_config.aux_hidden_state_layer_ids
         )
@@ -113,7 +115,7 @@ class DSparkSpeculator(Speculator):
             hidden = self._model(places, places)
         anchors = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         rows = torch.arange(num_reqs, dtype=torch.int32, device=device)
-        self._draw_in_parts(hidden, anchors, rows, anchors)
+        self._draw_in_parts(hidden, anchors, rows, anchors, is_all_greedy=False)
 
     def propose(
         self,
@@ -136,7 +138,8 @@ class DSparkSpeculator(Speculator):
         if self._dspark_config.enable_confidence_head:
             confidence_probs = torch.zeros(shape, device=self._device)
         rows = to_device(rows_np, self._device)
-        drafted = self._draft(batch, rows)
+        is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
+        drafted = self._draft(batch, rows, is_all_greedy)
         drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
         if confidence_probs is not None and drafted.confidence_probs is not None:
             confidence_probs[rows] = drafted.confidence_probs
@@ -158,7 +161,9 @@ class DSparkSpeculator(Speculator):
             fused = self._model.combine_hidden_states(taps)
             self._model.write_context_kv(fused, positions)
 
-    def _draft(self, batch: InputBatch, rows: torch.Tensor) -> Drafts:
+    def _draft(
+        self, batch: InputBatch, rows: torch.Tensor, is_all_greedy: bool
+    ) -> Drafts:
         """Return the drafts of these requests of the batch."""
         states = self._req_states
         idx_mapping = batch.idx_mapping[rows]
@@ -170,7 +175,7 @@ class DSparkSpeculator(Speculator):
         anchor_ids = anchor_ids.long()
         hidden = self._run_blocks(batch, idx_mapping, anchor, anchor_ids)
         drafts, confidence = self._draw_in_parts(
-            hidden, anchor_ids, idx_mapping, anchor
+            hidden, anchor_ids, idx_mapping, anchor, is_all_greedy
         )
         # A draft is read from the slot before it, or from its own.
         config = self._dspark_config
@@ -229,6 +234,7 @@ class DSparkSpeculator(Speculator):
         anchor_ids: torch.Tensor,
         idx_mapping: torch.Tensor,
         anchor: torch.Tensor,
+        is_all_greedy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draw the drafts of as many requests at a time as there is room for.
 
@@ -243,7 +249,7 @@ class DSparkSpeculator(Speculator):
             acceptance, or None without such a head.
         """
         parts = [
-            self._draw(*part)
+            self._draw(*part, is_all_greedy)
             for part in zip(
                 hidden[:, : self._num_drafts].split(self._max_chunk_reqs),
                 anchor_ids.split(self._max_chunk_reqs),
@@ -264,6 +270,7 @@ class DSparkSpeculator(Speculator):
         anchor_ids: torch.Tensor,
         idx_mapping: torch.Tensor,
         anchor: torch.Tensor,
+        is_all_greedy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draw the drafts from left to right, each knowing the one before.
 
@@ -288,8 +295,9 @@ class DSparkSpeculator(Speculator):
             embedding = model.markov_embed(tokens[-1])
             bias, state = model.markov_bias(embedding, hidden[:, step], state)
             logits = base[step] if bias is None else base[step] + bias
-            logits = model.map_logits_to_target(logits)
-            tokens.append(self._sampler.sample(logits, idx_mapping, anchor, step))
+            tokens.append(
+                self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
+            )
             if embedding is not None:
                 embeddings.append(embedding)
         embedded = torch.stack(embeddings, dim=1) if embeddings else None
