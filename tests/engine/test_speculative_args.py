@@ -314,7 +314,7 @@ def test_a_package_without_the_drafter_says_so(embed, tmp_path, warnings):
     assert resolve_speculative_config("auto", bare) is None
     [line] = warnings
     assert "No speculative decoding: this copy of vllm was made without" in line
-    with pytest.raises(VLLMValidationError, match="made without the one of SmolLM2"):
+    with pytest.raises(VLLMValidationError, match="made without the drafter of Smol"):
         resolve_speculative_config({"method": "dspark"}, bare)
 
 

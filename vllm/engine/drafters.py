@@ -67,7 +67,7 @@ def explain_no_drafter(target: ModelConfig) -> str:
     """Say why a target has no drafter of its own."""
     if is_embedded_model(target.model):
         return (
-            f"this copy of vllm was made without the one of {EMBEDDED_MODEL_NAME}, "
+            f"this copy of vllm was made without the drafter of {EMBEDDED_MODEL_NAME}, "
             f"{embedded_drafter_folder()}"
         )
     reason = (
