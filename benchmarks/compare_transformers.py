@@ -12,13 +12,14 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from workers import REPOSITORY, Worker, answer_orders
+
 # Engine and number of concurrent requests.
 SETTINGS = (("transformers", 1), ("vllm", 1), ("vllm", 8), ("vllm", 32))
 # Ids of ordinary words in the embedded model's vocabulary; 0 to 16 are special.
@@ -43,6 +44,8 @@ class VllmEngine:
             max_model_len=2048,
             kv_cache_memory_bytes=512 * 2**20,
             use_tqdm_on_load=False,
+            # transformers has no drafter here either.
+            speculative_config=None,
         )
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
@@ -82,22 +85,23 @@ class TransformersEngine:
 ENGINES = {"vllm": VllmEngine, "transformers": TransformersEngine}
 
 
-def work(engine_name: str) -> None:
-    """Answer the orders on stdin, one JSON object a line, on stdout likewise."""
-    # Libraries print; the answers must stand alone.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    engine = ENGINES[engine_name]()
-    for line in sys.stdin:
-        order = json.loads(line)
-        prompts = draw_prompts(order["seed"], order["num_prompts"], order["input_len"])
+def make_engine(name: str) -> Callable[..., dict[str, Any]]:
+    """Start an engine, and return what answers an order of prompts."""
+    engine = ENGINES[name]()
+
+    def answer(
+        seed: int, num_prompts: int, input_len: int, output_len: int
+    ) -> dict[str, Any]:
+        prompts = draw_prompts(seed, num_prompts, input_len)
         start_s = time.perf_counter()
-        num_tokens = engine.generate(prompts, order["output_len"])
+        num_tokens = engine.generate(prompts, output_len)
         elapsed_s = time.perf_counter() - start_s
-        answer = {
+        return {
             "tokens_per_s": num_tokens / elapsed_s,
             "peak_memory_mib": _peak_memory_mib(),
         }
-        print(json.dumps(answer), file=answers, flush=True)
+
+    return answer
 
 
 def _peak_memory_mib() -> float:
@@ -107,38 +111,9 @@ def _peak_memory_mib() -> float:
     raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-class Worker:
-    """A process that runs one engine."""
-
-    def __init__(self, engine_name: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", engine_name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
-
-    def order(self, **order: int) -> dict[str, Any]:
-        """Let it answer prompts, and return its figures."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("an engine ended before its answer: see above")
-        return dict(json.loads(line))
-
-    def close(self) -> None:
-        """Let it end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 def measure(rounds: int, input_len: int, output_len: int) -> dict[str, Any]:
     """Return the medians, the ratios and the peak memory of each engine."""
-    workers = {name: Worker(name) for name in ENGINES}
+    workers = {name: Worker(__file__, name) for name in ENGINES}
     rates: dict[tuple[str, int], list[float]] = {setting: [] for setting in SETTINGS}
     memory: dict[str, float] = {}
     # Round 0 warms up and is not counted.
@@ -175,7 +150,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=tuple(ENGINES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.worker)
+        answer_orders(lambda: make_engine(args.worker))
         return
     figures = measure(args.rounds, args.input_len, args.output_len)
     print(f"median of {args.rounds} rounds, prompts of {args.input_len} tokens,")

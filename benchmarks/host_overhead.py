@@ -70,7 +70,11 @@ def measure(num_requests: int, num_steps: int, input_len: int) -> dict[str, Any]
         watch.wrap(owner, name, part)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            max_model_len=2048, max_num_seqs=num_requests, use_tqdm_on_load=False
+            max_model_len=2048,
+            max_num_seqs=num_requests,
+            use_tqdm_on_load=False,
+            # A drafter's pass would be counted as host work.
+            speculative_config=None,
         )
     )
     params = SamplingParams(

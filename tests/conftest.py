@@ -1,6 +1,7 @@
 """What every test needs: a device, and Triton's interpreter where there is no GPU."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,3 +33,28 @@ def embedded_model() -> str:
     from vllm.transformers_utils.model_files import resolve_model_path
 
     return resolve_model_path(None)
+
+
+@pytest.fixture
+def embed(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, object], None]:
+    """Return what makes a model, and a folder or a drafter, the embedded ones."""
+    from vllm.transformers_utils import model_files
+
+    def replace(model: object, drafter: object) -> None:
+        monkeypatch.setattr(model_files, "embedded_model_path", lambda: str(model))
+        monkeypatch.setattr(
+            model_files, "embedded_drafter_folder", lambda: str(drafter)
+        )
+
+    return replace
+
+
+@pytest.fixture(scope="session")
+def embedded_drafter() -> str:
+    """Return the folder of the drafter that is used by default."""
+    from vllm.transformers_utils.model_files import find_embedded_drafter
+
+    folder = find_embedded_drafter()
+    if folder is None:
+        pytest.skip("this copy of the package has no drafter")
+    return folder

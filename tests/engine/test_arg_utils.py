@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
+from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.exceptions import UnsupportedError, VLLMValidationError
+from vllm.exceptions import CheckpointError, UnsupportedError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 MODEL = {
@@ -122,6 +123,8 @@ def test_unknown_keyword_arguments_name_the_closest_one():
         ("max_num_seqs", "8"),
         ("enable_prefix_caching", 1),
         ("model", 3),
+        ("speculative_config", "on"),
+        ("speculative_config", 3),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(parameter, value):
@@ -232,6 +235,91 @@ def test_a_bad_environment_variable_is_refused(model_dir, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS", "many")
     with pytest.raises(VLLMValidationError, match="VLLM_CPU_OMP_THREADS"):
         create(model_dir)
+
+
+def write_drafter(folder, **changes):
+    """Write what is read of a drafter before the start."""
+    raw = {
+        "speculators_model_type": "dspark",
+        "architectures": ["DSparkSpeculator"],
+        "transformer_layer_config": MODEL,
+        "block_size": 4,
+        "mask_token_id": 99,
+        "aux_hidden_state_layer_ids": [0],
+        "sample_from_anchor": True,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+def verified_by(name):
+    return {"speculators_config": {"verifier": {"name_or_path": name}}}
+
+
+@pytest.fixture
+def log(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        arg_utils.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    return lines
+
+
+def test_the_embedded_model_drafts_by_itself_and_says_so(
+    model_dir, tmp_path, embed, log
+):
+    drafter = write_drafter(tmp_path / "drafter")
+    embed(model_dir, drafter)
+    for model in (None, "SmolLM2-135M-Instruct", model_dir):
+        config = create(model).speculative_config
+        assert (config.method, config.model) == ("dspark", drafter)
+        assert config.draft_sample_method == "probabilistic"
+    assert len(log) == 3
+    assert "--speculative-config null turns it off" in log[0]
+    assert create(None, speculative_config=None).speculative_config is None
+    assert len(log) == 3
+
+
+def test_null_on_the_command_line_turns_drafts_off(model_dir, tmp_path, embed):
+    embed(model_dir, write_drafter(tmp_path / "drafter"))
+    config = parse(["--speculative-config", "null"]).create_engine_config()
+    assert config.speculative_config is None
+    config = parse(["--speculative-config.num_speculative_tokens=3"])
+    assert config.create_engine_config().num_speculative_tokens == 3
+
+
+def test_another_model_drafts_only_when_told_to(model_dir, log):
+    assert create(model_dir).speculative_config is None
+    assert log == []
+
+
+def test_a_drafter_serves_the_model_that_it_names(model_dir, tmp_path):
+    drafter = write_drafter(tmp_path / "drafter", **verified_by(model_dir))
+    config = create(drafter)
+    assert config.model_config.model == model_dir
+    assert config.model_config.tokenizer == model_dir
+    assert config.model_config.served_model_name == (model_dir,)
+    assert config.model_config.default_sampling_params["top_k"] == 20
+    assert config.speculative_config.model == drafter
+    assert create(drafter, served_model_name="x").model_config.served_model_name == (
+        "x",
+    )
+    assert create(drafter, speculative_config=None).speculative_config is None
+
+
+def test_a_drafter_whose_model_is_not_there_is_not_served(tmp_path):
+    drafter = write_drafter(tmp_path / "drafter", **verified_by("/nowhere"))
+    message = f"{drafter} is a drafter, whose model: /nowhere: no such file"
+    with pytest.raises(CheckpointError, match=message):
+        create(drafter)
+
+
+def test_a_drafter_that_names_no_model_is_not_served(tmp_path):
+    drafter = write_drafter(tmp_path / "drafter")
+    with pytest.raises(UnsupportedError, match="does not say for which model"):
+        create(drafter)
 
 
 def test_async_arguments_are_engine_arguments():

@@ -3,11 +3,13 @@ import json
 import pytest
 
 from vllm.config import ModelConfig
+from vllm.engine import speculative_args
 from vllm.engine.speculative_args import (
-    check_speculative_keys,
+    check_speculative_config,
+    describe_speculation,
     resolve_speculative_config,
 )
-from vllm.exceptions import UnsupportedError, VLLMValidationError
+from vllm.exceptions import CheckpointError, UnsupportedError, VLLMValidationError
 from vllm.transformers_utils.config import parse_hf_config
 
 TARGET = {
@@ -36,13 +38,15 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 
 def write(folder, raw):
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "model.safetensors").touch()
     return str(folder)
 
 
-def target(max_model_len=48):
+def target(max_model_len=48, model="target"):
     return ModelConfig(
-        model="target",
+        model=model,
         tokenizer="target",
         served_model_name=("target",),
         hf_config=parse_hf_config(TARGET, "config.json"),
@@ -70,13 +74,14 @@ def test_only_a_drafter_with_a_cache_needs_room_ahead(tmp_path):
     assert resolve_speculative_config(NGRAM, target()).num_lookahead_tokens == 0
 
 
-def test_fewer_drafts_are_read_from_whole_blocks(tmp_path):
+def test_trap_3_fewer_drafts_are_read_from_whole_blocks(tmp_path):
     config = resolve(tmp_path, DSPARK, method="dspark", num_speculative_tokens=2)
     assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (2, 6)
 
 
-def test_more_drafts_than_a_block_gives_are_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match="has 6, .* num_speculative_tokens 7"):
+def test_trap_3_more_drafts_than_a_block_gives_are_refused(tmp_path):
+    message = f"num_speculative_tokens must be at most 6, .* {tmp_path} gives, got 7"
+    with pytest.raises(VLLMValidationError, match=message):
         resolve(tmp_path, DSPARK, method="dspark", num_speculative_tokens=7)
 
 
@@ -98,7 +103,7 @@ def test_a_draft_model_needs_a_number_of_drafts(tmp_path):
 
 def test_dflash_is_a_block_drafter_without_heads(tmp_path):
     assert resolve(tmp_path, DFLASH, method="dflash").num_speculative_tokens == 6
-    with pytest.raises(UnsupportedError, match="its method is dspark, not dflash"):
+    with pytest.raises(VLLMValidationError, match="its method is dspark, not dflash"):
         resolve(tmp_path, DSPARK, method="dflash")
 
 
@@ -110,13 +115,38 @@ def test_dflash_is_a_block_drafter_without_heads(tmp_path):
     ],
 )
 def test_other_drafters_are_refused_by_name(tmp_path, raw, message):
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(VLLMValidationError, match=message):
         resolve(tmp_path, raw)
 
 
-def test_a_drafter_of_another_target_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match="has 104, the target 100"):
-        resolve(tmp_path, DSPARK | {"vocab_size": 104})
+@pytest.mark.parametrize("raw", [DSPARK, TARGET])
+def test_a_drafter_of_another_target_is_refused_with_both_sides(tmp_path, raw):
+    keys = {"num_speculative_tokens": 2}
+    with pytest.raises(VLLMValidationError) as info:
+        resolve(tmp_path, raw | {"vocab_size": 104}, **keys)
+    assert info.value.parameter == "speculative_config.model"
+    for part in (f"{tmp_path} for the model target", "104", "100"):
+        assert part in str(info.value)
+
+
+@pytest.mark.parametrize("method", ["dspark", "draft_model", None])
+def test_a_drafter_that_is_not_there_is_refused_with_both_sides(tmp_path, method):
+    values = {"method": method, "model": "/nowhere", "num_speculative_tokens": 2}
+    message = "speculative_config.model /nowhere for the model target: .*no such file"
+    with pytest.raises(VLLMValidationError, match=message):
+        resolve_speculative_config(values, target())
+    empty = str(tmp_path)
+    with pytest.raises(VLLMValidationError, match=f"{empty}.* config.json"):
+        resolve_speculative_config(values | {"model": empty}, target())
+
+
+@pytest.mark.parametrize("raw", [DSPARK, TARGET])
+def test_a_drafter_without_weights_is_refused_before_the_start(tmp_path, raw):
+    folder = write(tmp_path, raw)
+    (tmp_path / "model.safetensors").unlink()
+    values = {"model": folder, "num_speculative_tokens": 2}
+    with pytest.raises(VLLMValidationError, match="there is no model.safetensors"):
+        resolve_speculative_config(values, target())
 
 
 def test_draft_positions_are_the_least_that_anybody_has(tmp_path):
@@ -124,14 +154,15 @@ def test_draft_positions_are_the_least_that_anybody_has(tmp_path):
     assert resolve(tmp_path, DSPARK, max_model_len=64).max_model_len == 64
     short = DSPARK | {"max_position_embeddings": 40}
     assert resolve(tmp_path, short).max_model_len == 40
-    with pytest.raises(UnsupportedError, match="6 tokens, more than the 5 positions"):
+    message = "6 tokens, more than the 5 positions"
+    with pytest.raises(VLLMValidationError, match=message):
         resolve(tmp_path, DSPARK, max_model_len=5)
 
 
-@pytest.mark.parametrize("method", ["dspark", "dflash", "draft_model"])
-def test_a_drafter_must_be_named(method):
+@pytest.mark.parametrize("method", ["dflash", "draft_model"])
+def test_a_drafter_that_no_model_has_for_itself_must_be_named(method):
     with pytest.raises(VLLMValidationError, match="must name the drafter"):
-        check_speculative_keys({"method": method, "num_speculative_tokens": 2})
+        check_speculative_config({"method": method, "num_speculative_tokens": 2})
 
 
 def test_a_synthetic_length_is_checked_against_the_blocks_drafts(tmp_path):
@@ -158,7 +189,6 @@ SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
     ("values", "parameter"),
     [
         ({}, "method"),
-        ({"num_speculative_tokens": 2}, "method"),
         (NGRAM | {"method": "ngarm"}, "method"),
         (NGRAM | {"method": ["ngram"]}, "method"),
         (NGRAM | {"lookup_max": 3}, "lookup_max"),
@@ -168,7 +198,7 @@ SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
         (NGRAM | {"num_speculative_tokens": "2"}, "num_speculative_tokens"),
         (NGRAM | {"num_speculative_tokens": True}, "num_speculative_tokens"),
         (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min"),
-        (NGRAM | {"draft_sample_method": None}, "draft_sample_method"),
+        ({"draft_sample_method": "best"}, "draft_sample_method"),
         (NGRAM | {"rejection_sample_method": "loose"}, "rejection_sample_method"),
         (NGRAM | {"synthetic_acceptance_length": 2}, "rejection_sample_method"),
         (SYNTHETIC, "synthetic_acceptance_rates"),
@@ -206,11 +236,145 @@ SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
 )
 def test_a_bad_value_is_refused_with_the_name_of_its_key(values, parameter):
     with pytest.raises(VLLMValidationError) as info:
-        check_speculative_keys(values)
+        check_speculative_config(values)
     assert info.value.parameter == f"speculative_config.{parameter}"
     assert f"speculative_config.{parameter}" in str(info.value)
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused_with_both_sizes(tmp_path):
-    with pytest.raises(UnsupportedError, match="104 tokens, the target of 100"):
-        resolve(tmp_path, TARGET | {"vocab_size": 104}, num_speculative_tokens=2)
+@pytest.fixture
+def own(embed, tmp_path):
+    """Give the target a drafter of its own, as the embedded model has."""
+    model = tmp_path / "target"
+    write(model, TARGET)
+    embed(model, write(tmp_path / "drafter", DSPARK))
+    return target(model=str(model))
+
+
+def test_a_model_with_a_drafter_of_its_own_uses_it_by_default(own, tmp_path):
+    config = resolve_speculative_config("auto", own)
+    assert config == resolve_speculative_config({"method": "dspark"}, own)
+    assert (config.method, config.num_speculative_tokens) == ("dspark", 6)
+    assert config.model == str(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_speculative_tokens": 3}, ("dspark", 3, "probabilistic")),
+        ({"draft_sample_method": "greedy"}, ("dspark", 6, "greedy")),
+        ({"method": "dspark", "max_model_len": 40}, ("dspark", 6, "probabilistic")),
+        (NGRAM, ("ngram", 2, "greedy")),
+    ],
+)
+def test_what_a_user_sets_of_a_models_own_drafter_stands(own, values, expected):
+    config = resolve_speculative_config(values, own)
+    method = config.method, config.num_speculative_tokens, config.draft_sample_method
+    assert method == expected
+
+
+def test_a_drafter_that_is_named_drafts_greedily_unless_told_otherwise(own, tmp_path):
+    named = {"model": str(tmp_path / "drafter")}
+    config = resolve_speculative_config(named, own)
+    assert config.draft_sample_method == "greedy"
+    assert not config.has_draft_distributions
+
+
+def test_null_is_no_speculation_whatever_the_model_has(own):
+    assert resolve_speculative_config(None, own) is None
+
+
+def test_any_other_model_has_no_drafts_by_default(own):
+    assert resolve_speculative_config("auto", target()) is None
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        speculative_args.logger,
+        "warning",
+        lambda text, *args: lines.append(text % args),
+    )
+    return lines
+
+
+def test_a_context_shorter_than_a_block_has_no_drafts_by_default(own, warnings):
+    short = target(max_model_len=5, model=own.model)
+    assert resolve_speculative_config("auto", short) is None
+    [line] = warnings
+    assert "blocks have 6 tokens, more than max_model_len 5" in line
+    with pytest.raises(VLLMValidationError, match="raise max_model_len"):
+        resolve_speculative_config({"method": "dspark"}, short)
+
+
+def test_a_package_without_the_drafter_says_so(embed, tmp_path, warnings):
+    folder = write(tmp_path / "target", TARGET)
+    embed(folder, tmp_path / "nothing")
+    bare = target(model=folder)
+    assert resolve_speculative_config("auto", bare) is None
+    [line] = warnings
+    assert "No speculative decoding: this copy of vllm was made without" in line
+    with pytest.raises(VLLMValidationError, match="made without the drafter of Smol"):
+        resolve_speculative_config({"method": "dspark"}, bare)
+
+
+@pytest.mark.parametrize("values", ["auto", {"method": "dspark"}])
+def test_a_damaged_drafter_of_the_models_own_is_never_left_aside(own, tmp_path, values):
+    (tmp_path / "drafter" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no model.safetensors"):
+        resolve_speculative_config(values, own)
+    assert resolve_speculative_config(None, own) is None
+    assert resolve_speculative_config(NGRAM, own).method == "ngram"
+
+
+def test_a_drafter_of_the_models_own_that_does_not_fit_is_refused(own, tmp_path):
+    write(tmp_path / "drafter", DSPARK | {"vocab_size": 104})
+    with pytest.raises(UnsupportedError, match="has 104, the target 100"):
+        resolve_speculative_config("auto", own)
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({"method": "dspark"}, "name the drafter: "),
+        ({"num_speculative_tokens": 2}, "name the drafter, or set method to ngram: "),
+    ],
+)
+def test_a_model_without_a_drafter_needs_one_to_be_named(tmp_path, values, remedy):
+    folder = write(tmp_path, TARGET)
+    with pytest.raises(VLLMValidationError) as info:
+        resolve_speculative_config(values, target(model=folder))
+    assert info.value.parameter == "speculative_config.model"
+    message = str(info.value)
+    assert f"speculative_config.model must {remedy}{folder} has none" in message
+    assert "it is not the embedded SmolLM2-135M-Instruct" in message
+    assert "draft layers" not in message
+
+
+def test_draft_layers_inside_a_targets_own_files_are_refused_by_name(tmp_path):
+    folder = write(tmp_path, TARGET | {"dspark_block_size": 5})
+    message = r"draft layers in the model's own files \(dspark_block_size\)"
+    with pytest.raises(VLLMValidationError, match=message):
+        resolve_speculative_config({"method": "dspark"}, target(model=folder))
+
+
+def test_a_drafter_that_is_served_is_the_models_own(tmp_path):
+    folder = write(tmp_path, DSPARK)
+    config = resolve_speculative_config("auto", target(), folder)
+    assert (config.model, config.draft_sample_method) == (folder, "probabilistic")
+    assert resolve_speculative_config(None, target(), folder) is None
+
+
+def test_a_word_that_is_none_is_refused():
+    with pytest.raises(VLLMValidationError, match="must be auto, null or a mapping"):
+        check_speculative_config("on")
+
+
+def test_who_drafts_and_how_to_do_without_is_one_line(own, tmp_path):
+    config = resolve_speculative_config("auto", own)
+    assert describe_speculation(config) == (
+        "Speculative decoding: dspark drafts up to 6 tokens a step from "
+        f"{tmp_path}/drafter; --speculative-config null turns it off"
+    )
+    ngram = resolve_speculative_config(NGRAM, own)
+    assert "ngram drafts up to 2 tokens a step; " in describe_speculation(ngram)

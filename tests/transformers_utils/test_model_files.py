@@ -7,8 +7,15 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+import vllm
 from vllm.exceptions import CheckpointError
-from vllm.transformers_utils.model_files import EMBEDDED_MODEL_NAME, resolve_model_path
+from vllm.transformers_utils.model_files import (
+    EMBEDDED_MODEL_NAME,
+    embedded_drafter_folder,
+    find_embedded_drafter,
+    is_embedded_model,
+    resolve_model_path,
+)
 
 
 @pytest.mark.parametrize("model", [None, EMBEDDED_MODEL_NAME])
@@ -68,3 +75,39 @@ def test_failed_download_is_one_line_that_names_the_model(monkeypatch):
 def test_text_that_is_no_name_at_all_is_refused():
     with pytest.raises(CheckpointError, match="nor a model name"):
         resolve_model_path("a/b/c d")
+
+
+def test_the_embedded_model_is_known_by_its_file_whatever_it_is_called(
+    embedded_model, tmp_path
+):
+    link = tmp_path / "mine.gguf"
+    link.symlink_to(embedded_model)
+    assert is_embedded_model(embedded_model)
+    assert is_embedded_model(str(link))
+    other = tmp_path / os.path.basename(embedded_model)
+    other.write_bytes(b"GGUF")
+    assert not is_embedded_model(str(other))
+    assert not is_embedded_model(str(tmp_path))
+    assert not is_embedded_model("/nowhere")
+
+
+def test_without_its_package_nothing_is_the_embedded_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not is_embedded_model(str(tmp_path))
+
+
+def test_a_drafter_is_whole_or_not_there_at_all(embed, tmp_path):
+    folder = tmp_path / "drafter"
+    embed(tmp_path, folder)
+    assert find_embedded_drafter() is None
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        with pytest.raises(CheckpointError, match=f"{folder} has no {name}"):
+            find_embedded_drafter()
+        (folder / name).touch()
+    assert find_embedded_drafter() == str(folder)
+
+
+def test_the_drafters_place_is_in_the_package():
+    package = os.path.dirname(vllm.__file__)
+    assert embedded_drafter_folder().startswith(os.path.join(package, "model_executor"))

@@ -1,6 +1,11 @@
 import pytest
 
-from vllm.utils.argparse_utils import FlexibleArgumentParser, human_int, json_mapping
+from vllm.utils.argparse_utils import (
+    FlexibleArgumentParser,
+    human_int,
+    json_mapping,
+    json_mapping_or_word,
+)
 
 
 @pytest.fixture
@@ -14,6 +19,7 @@ def parser():
     group.add_argument("--key", action="append")
     group.add_argument("--flag", action="store_true", help="says yes")
     group.add_argument("--options", type=json_mapping)
+    group.add_argument("--drafts", type=json_mapping_or_word, default="auto")
     return parser
 
 
@@ -52,6 +58,38 @@ def test_dotted_flags_win_over_the_json_they_are_merged_into(parser):
     assert args.options == {"a": {"b": 2, "c": 1}, "d": 1}
 
 
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], "auto"),
+        (["--drafts=null"], None),
+        (["--drafts", "auto"], "auto"),
+        (['--drafts={"a": 1}', "--drafts.b=2"], {"a": 1, "b": 2}),
+        (["--drafts=null", "--drafts.b=2"], {"b": 2}),
+        (["--drafts=auto", "--drafts.b=2"], {"b": 2}),
+    ],
+)
+def test_a_word_can_stand_for_a_whole_mapping(parser, argv, value):
+    assert parser.parse_args(argv).drafts == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("drafts: null", None),
+        ("drafts:", None),
+        ("drafts: auto", "auto"),
+        ("drafts: {a: 1}", {"a": 1}),
+        ("options: null", "auto"),
+    ],
+)
+def test_null_in_the_file_is_a_value_where_it_means_something(
+    parser, tmp_path, text, value
+):
+    args = parser.parse_args(["--config", config(tmp_path, text)])
+    assert (args.drafts, args.options) == (value, None)
+
+
 def test_unknown_flags_name_the_closest_one(parser, capsys):
     assert "did you mean --max-size?" in error_of(parser, ["--max-sise=1"], capsys)
     assert "did you mean --options?" in error_of(parser, ["--option.a", "1"], capsys)
@@ -67,6 +105,8 @@ def test_abbreviated_flags_are_unknown(parser, capsys):
         (["--max-size", "1.5"], "not a whole number"),
         (["--options", "["], "not JSON"),
         (["--options", "[]"], "not a JSON object"),
+        (["--options", "null"], "not a JSON object"),
+        (["--drafts", "on"], "not JSON"),
         (["--options", "{", "--options.a", "1"], "not JSON"),
         (["a", "b"], "unexpected argument 'b'"),
         (["--max-size.a", "1"], "unknown flag --max-size.a"),

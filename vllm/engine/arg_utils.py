@@ -25,10 +25,12 @@ from vllm.config.structured_outputs import STRUCTURED_OUTPUTS_BACKENDS
 from vllm.engine.checks import check_choice, check_minimum, invalid
 from vllm.engine.flags import BLOCK_SIZES, DEVICES, DTYPES, add_engine_flags
 from vllm.engine.speculative_args import (
-    check_speculative_keys,
+    AUTO,
+    check_speculative_config,
+    describe_speculation,
     resolve_speculative_config,
 )
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import CheckpointError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import HfConfig
 from vllm.utils.suggestions import did_you_mean
@@ -48,6 +50,21 @@ _GENERATION_FIELDS = {
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class _FoundModel:
+    """What `model` stands for.
+
+    Args:
+        name: to serve it under.
+        path: a directory or a GGUF file.
+        drafter: the directory that was named, if it is that of a drafter for the model.
+    """
+
+    name: str
+    path: str
+    drafter: str | None = None
 
 
 @dataclass
@@ -86,7 +103,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     structured_outputs_config: dict[str, Any] | None = None
-    speculative_config: dict[str, Any] | None = None
+    speculative_config: dict[str, Any] | str | None = AUTO
     disable_log_stats: bool = False
     enable_log_requests: bool = False
     enable_log_outputs: bool = False
@@ -122,7 +139,7 @@ class EngineArgs:
         if not (math.isfinite(share) and 0.0 < share <= 1.0):
             raise invalid("gpu_memory_utilization", "must be in (0, 1]", share)
         self._structured_outputs_config()
-        check_speculative_keys(self.speculative_config)
+        check_speculative_config(self.speculative_config)
         _check_override(self.override_generation_config or {})
 
     @classmethod
@@ -164,7 +181,13 @@ class EngineArgs:
         if self.trust_remote_code:
             logger.warning("trust_remote_code has no effect: a model's code never runs")
         device = self._device()
-        model_config = self._model_config(device)
+        model = self._find_model()
+        model_config = self._model_config(device, model)
+        speculative_config = resolve_speculative_config(
+            self.speculative_config, model_config, model.drafter
+        )
+        if speculative_config is not None:
+            logger.info("%s", describe_speculation(speculative_config))
         return VllmConfig(
             model_config=model_config,
             cache_config=self._cache_config(device),
@@ -174,9 +197,7 @@ class EngineArgs:
                 load_format=self.load_format, use_tqdm_on_load=self.use_tqdm_on_load
             ),
             structured_outputs_config=self._structured_outputs_config(),
-            speculative_config=resolve_speculative_config(
-                self.speculative_config, model_config
-            ),
+            speculative_config=speculative_config,
             observability_config=ObservabilityConfig(
                 disable_log_stats=self.disable_log_stats,
                 enable_log_requests=self.enable_log_requests,
@@ -204,6 +225,7 @@ class EngineArgs:
             "int | None": (int, type(None)),
             "str | list[str] | None": (str, list, tuple, type(None)),
             "dict[str, Any] | None": (dict, type(None)),
+            "dict[str, Any] | str | None": (dict, str, type(None)),
         }
         for field in fields(self):
             value = getattr(self, field.name)
@@ -225,21 +247,38 @@ class EngineArgs:
                 "Unknown environment variables, without effect: %s", ", ".join(unknown)
             )
 
-    def _model_config(self, device: str) -> ModelConfig:
+    def _find_model(self) -> _FoundModel:
+        from vllm.transformers_utils.configs.dspark import find_verifier
+        from vllm.transformers_utils.model_files import (
+            EMBEDDED_MODEL_NAME,
+            resolve_model_path,
+        )
+
+        path = resolve_model_path(self.model)
+        verifier = find_verifier(path)
+        if verifier is None:
+            return _FoundModel(self.model or EMBEDDED_MODEL_NAME, path)
+        try:
+            return _FoundModel(verifier, resolve_model_path(verifier), path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{path} is a drafter, whose model: {error}"
+            ) from None
+
+    def _model_config(self, device: str, model: _FoundModel) -> ModelConfig:
         from vllm.platforms import default_dtype
         from vllm.transformers_utils.config import (
             load_generation_config,
             load_hf_config,
         )
-        from vllm.transformers_utils.model_files import resolve_model_path
 
-        path = resolve_model_path(self.model)
+        path = model.path
         hf_config = load_hf_config(path)
         generation_config = load_generation_config(path)
         return ModelConfig(
             model=path,
             tokenizer=self._tokenizer_path(path),
-            served_model_name=self._served_names(),
+            served_model_name=self._served_names(model),
             hf_config=hf_config,
             dtype=default_dtype(device, hf_config)
             if self.dtype == "auto"
@@ -264,13 +303,11 @@ class EngineArgs:
             return self.tokenizer
         return resolve_model_path(self.tokenizer)
 
-    def _served_names(self) -> tuple[str, ...]:
-        from vllm.transformers_utils.model_files import EMBEDDED_MODEL_NAME
-
+    def _served_names(self, model: _FoundModel) -> tuple[str, ...]:
         names = self.served_model_name
         if isinstance(names, str):
             return (names,)
-        return tuple(names or ()) or (self.model or EMBEDDED_MODEL_NAME,)
+        return tuple(names or ()) or (model.name,)
 
     def _max_model_len(self, hf_config: HfConfig) -> int:
         limit = _max_positions(hf_config)

@@ -8,7 +8,7 @@ from vllm.config.load import LOAD_FORMATS
 from vllm.config.model import LOGPROBS_MODES
 from vllm.config.observability import SPEC_DECODE_METRICS_LEVELS
 from vllm.config.scheduler import SCHEDULING_POLICIES
-from vllm.utils.argparse_utils import human_int, json_mapping, json_mapping_or_null
+from vllm.utils.argparse_utils import human_int, json_mapping, json_mapping_or_word
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -82,8 +82,10 @@ def add_engine_flags(
         "--speculative-config",
         "JSON with the keys method (ngram, draft_model, dspark, dflash), "
         "num_speculative_tokens, model, draft_sample_method, rejection_sample_method "
-        "and others; null for none; also dotted: --speculative-config.method ngram",
-        type=json_mapping_or_null,
+        "and others; null for no drafts; auto: those of the embedded model's own "
+        "drafter, none for another model; also dotted: "
+        "--speculative-config.method ngram",
+        type=json_mapping_or_word,
         metavar="JSON",
     )
     _add_observability_flags(group("ObservabilityConfig", "What the engine tells."))

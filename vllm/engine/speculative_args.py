@@ -1,6 +1,5 @@
-"""From the keys of --speculative-config to a SpeculativeConfig."""
+"""From the value of --speculative-config to a SpeculativeConfig."""
 
-import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,31 +11,41 @@ from vllm.config.speculative import (
     SPECULATIVE_METHODS,
 )
 from vllm.engine.checks import check_choice, check_minimum, invalid
-from vllm.exceptions import UnsupportedError, VLLMValidationError
-from vllm.transformers_utils.config import HfConfig, load_hf_config, read_json
-from vllm.transformers_utils.configs.dspark import (
-    DSparkConfig,
-    check_fits_target,
-    is_drafter_json,
-    load_dspark_config,
+from vllm.engine.drafters import (
+    Drafter,
+    explain_no_drafter,
+    find_own_drafter,
+    open_drafter,
+    open_named_drafter,
 )
-from vllm.transformers_utils.model_files import resolve_model_path
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.transformers_utils.configs.dspark import DSparkConfig
+from vllm.transformers_utils.model_files import is_embedded_model
 from vllm.utils.suggestions import did_you_mean
 
-_PREFIX = "speculative_config."
+logger = init_logger(__name__)
+
+# The drafter that comes with the model, if one does.
+AUTO = "auto"
+
+_FLAG = "speculative_config"
+_PREFIX = f"{_FLAG}."
 _MAX_SPECULATIVE_TOKENS = 64
 _KEYS_OF_NGRAM = ("prompt_lookup_min", "prompt_lookup_max")
 _KEYS_OF_MODELS = ("model", "draft_sample_method", "max_model_len")
+# The target can have a drafter of its own for it.
+_OWN_METHODS = ("dspark", None)
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """What a user can write."""
+    """What a user can write; None is left open."""
 
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int | None = None
-    draft_sample_method: str = "greedy"
+    draft_sample_method: str | None = None
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: list[float] | None = None
     synthetic_acceptance_length: float | None = None
@@ -45,23 +54,18 @@ class _Keys:
     max_model_len: int | None = None
 
 
-@dataclass(frozen=True)
-class _Drafter:
-    """What a drafter's checkpoint says; nothing for a drafter without one."""
+def check_speculative_config(values: dict[str, Any] | str | None) -> None:
+    """Check what can be checked without the models.
 
-    path: str | None = None
-    hf_config: HfConfig | None = None
-    dspark_config: DSparkConfig | None = None
-    max_position_embeddings: int | None = None
-
-
-def check_speculative_keys(values: dict[str, Any] | None) -> None:
-    """Check what can be checked without the models; None: no speculation.
+    Args:
+        values: keys and values; AUTO for the default; None for no speculation.
 
     Raises:
         VLLMValidationError: a key is unknown, missing or out of its bounds.
     """
-    if values is None:
+    if isinstance(values, str) and values != AUTO:
+        raise invalid(_FLAG, f"must be {AUTO}, null or a mapping of keys", values)
+    if values is None or isinstance(values, str):
         return
     known = [field.name for field in fields(_Keys)]
     for key in values:
@@ -71,12 +75,16 @@ def check_speculative_keys(values: dict[str, Any] | None) -> None:
                 parameter=_PREFIX + key,
             )
     keys = _Keys(**values)
-    # A method that is left open is the checkpoint's own.
-    if keys.method is not None or keys.model is None:
+    # A method that is left open is the checkpoint's own; a mapping without anything in
+    # it is a mistake.
+    if keys.method is not None or not values:
         check_choice(_PREFIX + "method", keys.method, SPECULATIVE_METHODS)
-    check_choice(
-        _PREFIX + "draft_sample_method", keys.draft_sample_method, DRAFT_SAMPLE_METHODS
-    )
+    if keys.draft_sample_method is not None:
+        check_choice(
+            _PREFIX + "draft_sample_method",
+            keys.draft_sample_method,
+            DRAFT_SAMPLE_METHODS,
+        )
     check_choice(
         _PREFIX + "rejection_sample_method",
         keys.rejection_sample_method,
@@ -87,28 +95,121 @@ def check_speculative_keys(values: dict[str, Any] | None) -> None:
     if keys.num_speculative_tokens is not None:
         _resolve_rates(keys)
     _check_unread(keys)
-    if keys.method != "ngram" and not (isinstance(keys.model, str) and keys.model):
-        raise invalid(_PREFIX + "model", "must name the drafter", keys.model)
+    _check_model(keys)
 
 
 def resolve_speculative_config(
-    values: dict[str, Any] | None, target: ModelConfig
+    values: dict[str, Any] | str | None,
+    target: ModelConfig,
+    served_drafter: str | None = None,
 ) -> SpeculativeConfig | None:
-    """Look at the drafter and decide what was left open; None: no speculation.
+    """Look at the drafter and decide what was left open.
+
+    Args:
+        values: as in `check_speculative_config`.
+        served_drafter: the directory that was named as the model, if it is a drafter's.
+
+    Returns:
+        None: no speculation.
 
     Raises:
-        VLLMValidationError: a key is wrong.
-        CheckpointError: the drafter is not there or damaged.
+        VLLMValidationError: a key is wrong, or the drafter that it names.
+        CheckpointError: the target's own drafter is damaged.
         UnsupportedError: it does not fit the target.
     """
+    check_speculative_config(values)
     if values is None:
         return None
-    check_speculative_keys(values)
-    keys = _Keys(**values)
-    keys, drafter = _look_at_drafter(keys, target.hf_config)
-    _check_num_drafts(keys)
-    assert keys.method is not None, "the checkpoint's, if the user left it open"
-    assert keys.num_speculative_tokens is not None, "checked above"
+    if isinstance(values, str):
+        keys = _Keys()
+        drafter = _find_default(target, served_drafter)
+        if drafter is None:
+            return None
+    else:
+        keys = _Keys(**values)
+        drafter = _find_drafter(keys, target, served_drafter)
+    # A draw is accepted more often than the best guess, where the text is drawn too; a
+    # checkpoint that is named drafts as upstream.
+    is_own = keys.model is None and drafter.path is not None
+    usual = "probabilistic" if is_own else "greedy"
+    keys = replace(
+        keys,
+        method=drafter.method,
+        num_speculative_tokens=_choose_num_drafts(keys, drafter),
+        draft_sample_method=keys.draft_sample_method or usual,
+    )
+    return _make_config(keys, drafter, target)
+
+
+def describe_speculation(config: SpeculativeConfig) -> str:
+    """Say in one line who drafts, and how to do without."""
+    drafter = f" from {config.model}" if config.model else ""
+    return (
+        f"Speculative decoding: {config.method} drafts up to "
+        f"{config.num_speculative_tokens} tokens a step{drafter}; "
+        "--speculative-config null turns it off"
+    )
+
+
+def _find_default(target: ModelConfig, served_drafter: str | None) -> Drafter | None:
+    path = find_own_drafter(target, served_drafter)
+    if path is None:
+        if is_embedded_model(target.model):
+            logger.warning("No speculative decoding: %s", explain_no_drafter(target))
+        return None
+    drafter = open_drafter(path, None, target)
+    config = drafter.dspark_config
+    if config is not None and config.block_size > target.max_model_len:
+        logger.warning(
+            "No speculative decoding: the drafter's blocks have %d tokens, more than "
+            "max_model_len %d",
+            config.block_size,
+            target.max_model_len,
+        )
+        return None
+    return drafter
+
+
+def _find_drafter(
+    keys: _Keys, target: ModelConfig, served_drafter: str | None
+) -> Drafter:
+    if keys.method == "ngram":
+        return Drafter("ngram")
+    if keys.model is not None:
+        return open_named_drafter(keys.model, keys.method, target)
+    path = find_own_drafter(target, served_drafter)
+    if path is None:
+        remedy = "" if keys.method else ", or set method to ngram"
+        raise VLLMValidationError(
+            f"{_PREFIX}model must name the drafter{remedy}: "
+            f"{explain_no_drafter(target)}",
+            parameter=_PREFIX + "model",
+        )
+    return open_drafter(path, keys.method, target)
+
+
+def _choose_num_drafts(keys: _Keys, drafter: Drafter) -> int:
+    num_drafts, config = keys.num_speculative_tokens, drafter.dspark_config
+    if config is not None:
+        most = config.num_draft_tokens
+        if num_drafts is not None and num_drafts > most:
+            raise invalid(
+                _PREFIX + "num_speculative_tokens",
+                f"must be at most {most}, what a block of {drafter.path} gives",
+                num_drafts,
+            )
+        num_drafts = num_drafts or most
+    _check_num_drafts(num_drafts)
+    assert num_drafts is not None, "checked above"
+    return num_drafts
+
+
+def _make_config(
+    keys: _Keys, drafter: Drafter, target: ModelConfig
+) -> SpeculativeConfig:
+    assert keys.method is not None, "the drafter's"
+    assert keys.num_speculative_tokens is not None, "the drafter's, if left open"
+    assert keys.draft_sample_method is not None, "chosen if left open"
     asked, own = keys.max_model_len, drafter.max_position_embeddings
     max_model_len = min(filter(None, (target.max_model_len, asked, own)))
     _check_block_fits(drafter.dspark_config, max_model_len)
@@ -128,38 +229,11 @@ def resolve_speculative_config(
     )
 
 
-def _look_at_drafter(keys: _Keys, target: HfConfig) -> tuple[_Keys, _Drafter]:
-    """Read the drafter's configuration; return the keys with what it decides."""
-    if keys.method == "ngram":
-        return keys, _Drafter()
-    path = resolve_model_path(keys.model)
-    method = keys.method or _detect_method(path)
-    if method == "draft_model":
-        hf_config = load_hf_config(path)
-        _check_vocabularies(hf_config, target)
-        drafter = _Drafter(
-            path, hf_config, max_position_embeddings=hf_config.max_position_embeddings
-        )
-        return replace(keys, method=method), drafter
-    config = load_dspark_config(path)
-    has_heads = config.markov_rank > 0 or config.enable_confidence_head
-    if method == "dflash" and has_heads:
-        raise UnsupportedError(
-            f"{path} has a Markov or confidence head: its method is dspark, not dflash"
-        )
-    num_drafts = keys.num_speculative_tokens or config.num_draft_tokens
-    check_fits_target(config, target, num_drafts)
-    keys = replace(keys, method=method, num_speculative_tokens=num_drafts)
-    max_positions = config.backbone.max_position_embeddings
-    return keys, _Drafter(path, None, config, max_positions)
-
-
-def _detect_method(path: str) -> str:
-    """Return the method of a checkpoint: a model of its own unless it says else."""
-    if not os.path.isfile(os.path.join(path, "config.json")):
-        return "draft_model"
-    is_drafter = is_drafter_json(read_json(path, "config.json"))
-    return "dspark" if is_drafter else "draft_model"
+def _check_model(keys: _Keys) -> None:
+    if keys.model is None and keys.method in ("ngram", *_OWN_METHODS):
+        return
+    if not (isinstance(keys.model, str) and keys.model):
+        raise invalid(_PREFIX + "model", "must name the drafter", keys.model)
 
 
 def _check_integers(keys: _Keys) -> None:
@@ -175,13 +249,12 @@ def _check_integers(keys: _Keys) -> None:
         ):
             raise invalid(_PREFIX + name, "must be an integer", value)
         check_minimum(_PREFIX + name, value, 1)
-    takes_default = keys.method in (*BLOCK_METHODS, None) and keys.model is not None
+    takes_default = keys.method in (*BLOCK_METHODS, None)
     if keys.num_speculative_tokens is not None or not takes_default:
-        _check_num_drafts(keys)
+        _check_num_drafts(keys.num_speculative_tokens)
 
 
-def _check_num_drafts(keys: _Keys) -> None:
-    num_drafts = keys.num_speculative_tokens
+def _check_num_drafts(num_drafts: int | None) -> None:
     if num_drafts is None or num_drafts > _MAX_SPECULATIVE_TOKENS:
         raise invalid(
             _PREFIX + "num_speculative_tokens",
@@ -261,15 +334,8 @@ def _is_number(value: Any) -> bool:
 
 def _check_block_fits(config: DSparkConfig | None, max_model_len: int) -> None:
     if config is not None and config.block_size > max_model_len:
-        raise UnsupportedError(
+        raise VLLMValidationError(
             f"the drafter's blocks have {config.block_size} tokens, more than the "
-            f"{max_model_len} positions up to which it drafts: raise max_model_len"
-        )
-
-
-def _check_vocabularies(draft: HfConfig, target: HfConfig) -> None:
-    if draft.vocab_size != target.vocab_size:
-        raise UnsupportedError(
-            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the "
-            f"target of {target.vocab_size}: they must share one vocabulary"
+            f"{max_model_len} positions up to which it drafts: raise max_model_len",
+            parameter="max_model_len",
         )

@@ -38,13 +38,15 @@ def json_mapping(text: str) -> dict[str, Any]:
     return value
 
 
-def json_mapping_or_null(text: str) -> dict[str, Any] | None:
-    """Read a JSON object, or null for none."""
-    return None if text == "null" else json_mapping(text)
+def json_mapping_or_word(text: str) -> dict[str, Any] | str | None:
+    """Read a JSON object, `auto` for the default, or `null` for none."""
+    if text == "null":
+        return None
+    return text if text == "auto" else json_mapping(text)
 
 
 # What a dotted flag can set a key of.
-_JSON_TYPES = (json_mapping, json_mapping_or_null)
+_JSON_TYPES = (json_mapping, json_mapping_or_word)
 
 
 class _HelpAction(argparse.Action):
@@ -154,9 +156,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def _json_flags(self) -> list[str]:
         return [
-            flag
-            for flag, action in self._flags().items()
-            if action.type is json_mapping
+            flag for flag, action in self._flags().items() if action.type in _JSON_TYPES
         ]
 
     def _dotted_as_flags(
@@ -172,10 +172,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                     continue
                 if not has_value:
                     text = tokens[position + 1] if position + 1 < len(tokens) else ""
+                read = self._flags()[flag].type
+                assert callable(read), "of a JSON flag"
                 try:
-                    base = json_mapping(text)
+                    value = read(text)
                 except argparse.ArgumentTypeError as error:
                     self.error(f"argument {flag}: {error}")
+                # A word that stands for a whole mapping has no keys to keep.
+                base = value if isinstance(value, dict) else {}
             flags.append(f"{flag}={json.dumps(_merged(base, values))}")
         return flags
 
@@ -188,7 +192,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         names = {token.partition("=")[0] for token in tokens}
         given = {flags[name].dest for name in names if name in flags}
         try:
-            return flags_from_file(path, flags, given, json_mapping)
+            return flags_from_file(
+                path, flags, given, _JSON_TYPES, json_mapping_or_word
+            )
         except ValueError as error:
             self.error(f"--config {path}: {error}")
 

@@ -12,7 +12,8 @@ def flags_from_file(
     path: str,
     actions: Mapping[str, argparse.Action],
     given: Collection[str],
-    json_type: Callable[[str], Any],
+    json_types: Collection[Callable[[str], Any]],
+    null_type: Callable[[str], Any],
 ) -> list[str]:
     """Return the tokens that say what the file says.
 
@@ -20,7 +21,9 @@ def flags_from_file(
         path: YAML, a mapping of long flag names (dashes or underscores) to values.
         actions: the parser's flags by their option strings.
         given: destinations that the command line sets; the file's values are left out.
-        json_type: the `type` of flags that take a mapping.
+        json_types: the `type`s of flags that take a mapping.
+        null_type: the `type` of flags for which null is a value; for the others it
+            leaves the flag out.
 
     Raises:
         ValueError: the file is unreadable, or a key or the form of a value is wrong.
@@ -32,8 +35,12 @@ def flags_from_file(
         if action is None or action.dest in ("config", "help"):
             known = [name[2:] for name in actions if name.startswith("--")]
             raise ValueError(f"unknown key {key}{did_you_mean(flag[2:], known)}")
-        if action.dest not in given and value is not None:
-            tokens += _tokens(flag, action, value, json_type)
+        if action.dest in given:
+            continue
+        if value is not None:
+            tokens += _tokens(flag, action, value, json_types)
+        elif action.type is null_type:
+            tokens.append(f"{flag}=null")
     return tokens
 
 
@@ -56,7 +63,10 @@ def _read_mapping(path: str) -> dict[str, Any]:
 
 
 def _tokens(
-    flag: str, action: argparse.Action, value: Any, json_type: Callable[[str], Any]
+    flag: str,
+    action: argparse.Action,
+    value: Any,
+    json_types: Collection[Callable[[str], Any]],
 ) -> list[str]:
     key = flag[2:]
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
@@ -67,7 +77,7 @@ def _tokens(
             return [flag]
         return [negated] if negated in action.option_strings else []
     if isinstance(value, dict):
-        if action.type is not json_type:
+        if action.type not in json_types:
             raise ValueError(f"{key} takes one value, not a mapping")
         return [f"{flag}={json.dumps(value)}"]
     if not isinstance(value, list):

@@ -19,13 +19,6 @@ def test_offsets_are_added_to_draft_ids():
     assert vocab.map_ids(torch.tensor([[0, 2], [1, 1]])).tolist() == [[1, 4], [3, 3]]
 
 
-def test_logits_are_scattered_and_the_rest_is_impossible():
-    vocab = filled([1, 2], [False, True, False, True])
-    logits = vocab.map_logits(torch.tensor([[0.5, -1.0], [2.0, 3.0]]))
-    inf = float("inf")
-    assert logits.tolist() == [[-inf, 0.5, -inf, -1.0], [-inf, 2.0, -inf, 3.0]]
-
-
 @pytest.mark.parametrize("d2t", [[1, 3], [3, 0], [0, 2]])
 def test_tables_that_disagree_are_refused(d2t):
     with pytest.raises(CheckpointError, match="d2t"):

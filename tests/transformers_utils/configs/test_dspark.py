@@ -160,12 +160,6 @@ def test_trap_2_a_missing_anchor_flag_means_yes_in_deepspec_and_no_in_speculator
     assert config.num_draft_tokens == 6
 
 
-def test_trap_3_more_drafts_than_a_block_gives_are_refused_and_fewer_are_not():
-    check_fits_target(deepspec(), TARGET, num_speculative_tokens=3)
-    with pytest.raises(UnsupportedError, match="drafter has 7.* 8"):
-        check_fits_target(deepspec(), TARGET, num_speculative_tokens=8)
-
-
 @pytest.mark.parametrize("key", ["rope_interleave", "rope_interleaved"])
 def test_trap_4_interleaved_rotation_is_noticed_in_both_formats(key):
     assert not deepspec().is_rope_interleaved

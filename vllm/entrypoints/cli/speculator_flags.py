@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.speculative_args import AUTO
 from vllm.entrypoints.llm import LLM
 from vllm.exceptions import VLLMValidationError
 from vllm.speculator_training.generate import Answer, Generator
@@ -70,8 +71,10 @@ def take_settings(args: argparse.Namespace, kind: type, helps: dict[str, str]) -
 
 
 def make_config(args: argparse.Namespace) -> tuple[EngineArgs, VllmConfig]:
-    """Return what the engine's flags describe; statistics would only be in the way."""
+    """Return what the engine's flags describe, statistics and unasked drafts aside."""
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
+    if engine_args.speculative_config == AUTO:
+        engine_args = replace(engine_args, speculative_config=None)
     return engine_args, engine_args.create_engine_config()
 
 

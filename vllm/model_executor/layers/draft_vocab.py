@@ -46,8 +46,3 @@ class DraftVocab(Layer):
     def map_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's ids of draft ids, of the same shape."""
         return self.target_ids[draft_ids]
-
-    def map_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [N, vocab_size] of logits [N, draft_vocab_size]; -inf elsewhere."""
-        out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
-        return out.index_copy_(1, self.target_ids, logits)

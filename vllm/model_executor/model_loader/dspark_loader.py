@@ -76,10 +76,12 @@ def _head_shape(config: DSparkConfig) -> tuple[int, int]:
 def _select_head_rows(target: DenseCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
     """Return [n, hidden_size], the output layer's rows of tokens.
 
-    The layer may be laid out for the device already, so the rows are asked for: a unit
-    vector's logits are a column of the weight, exactly.
+    A layer of its own may be laid out for the device already, so the rows are asked
+    for: a unit vector's logits are a column of the weight, exactly.
     """
     weight = target.lm_head.weight
+    if target.lm_head.is_tied:
+        weight = target.model.embed_tokens.weight
     if weight.dim() == 2:
         return weight[token_ids]
     size = target.model.norm.weight.shape[0]

@@ -240,18 +240,3 @@ class DSparkModel(Layer):
         if self.confidence_head is None:
             return None
         return self.confidence_head(hidden, embedding)
-
-    def map_draft_to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's ids of draft ids, of the same shape."""
-        if self.draft_vocab is None:
-            return draft_ids
-        return self.draft_vocab.map_ids(draft_ids)
-
-    def map_logits_to_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [N, vocab_size] of [N, draft_vocab_size]: -inf where none is drafted.
-
-        The draft distribution is the softmax of this, at the target's width.
-        """
-        if self.draft_vocab is None:
-            return logits
-        return self.draft_vocab.map_logits(logits)

@@ -5,6 +5,7 @@ draft layers in a part of its own. Both mean the same net, in other conventions.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +131,37 @@ def parse_dspark_config(raw: dict[str, Any], where: str) -> DSparkConfig:
     return config
 
 
-def check_fits_target(
-    config: DSparkConfig, target: HfConfig, num_speculative_tokens: int | None = None
-) -> None:
-    """Check that a drafter can draft for a target.
+def find_verifier(path: str) -> str | None:
+    """Return the name of the model that a drafter's directory says it drafts for.
 
     Args:
-        num_speculative_tokens: that the user asks for; None for what a block gives.
+        path: a directory or a file.
+
+    Returns:
+        None if no drafter is there.
+
+    Raises:
+        CheckpointError: the config.json of the directory is damaged.
+        UnsupportedError: it is a drafter's, and does not name the model.
+    """
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        return None
+    raw = read_json(path, "config.json")
+    if not is_drafter_json(raw):
+        return None
+    settings = raw.get("speculators_config")
+    verifier = settings.get("verifier") if isinstance(settings, dict) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    if not isinstance(name, str) or not name:
+        raise UnsupportedError(
+            f"{path} is a drafter and does not say for which model: serve that model, "
+            "and name this directory as speculative_config.model"
+        )
+    return name
+
+
+def check_fits_target(config: DSparkConfig, target: HfConfig) -> None:
+    """Check that a drafter can draft for a target.
 
     Raises:
         UnsupportedError: something does not fit; the message has both values.
@@ -144,9 +169,6 @@ def check_fits_target(
     backbone = config.backbone
     num_layers = target.num_hidden_layers
     last_tap = max(config.target_layer_ids)
-    asked = num_speculative_tokens
-    if asked is None:
-        asked = config.num_draft_tokens
     trained_layers = config.num_target_layers or num_layers
     # Each: what it is, the drafter's value, the target's, and whether they fit.
     checks = (
@@ -186,12 +208,6 @@ def check_fits_target(
             config.mask_token_id,
             f"ids up to {target.vocab_size - 1}",
             config.mask_token_id < target.vocab_size,
-        ),
-        (
-            "drafts that a block gives",
-            config.num_draft_tokens,
-            f"num_speculative_tokens {asked}",
-            asked <= config.num_draft_tokens,
         ),
         (
             "block size",

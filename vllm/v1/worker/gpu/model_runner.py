@@ -138,10 +138,12 @@ class GPUModelRunner:
         scheduler_config = self.vllm_config.scheduler_config
         num_tokens = scheduler_config.max_num_batched_tokens
         input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden_states, _ = self._forward(input_ids, input_ids, None)
+        hidden_states, taps = self._forward(input_ids, input_ids, None)
         rows_per_req = self.num_bonus_tokens + self.vllm_config.num_speculative_tokens
         num_logits = scheduler_config.max_num_seqs * rows_per_req
         self.model.compute_logits(hidden_states[:num_logits])
+        if self.speculator is not None:
+            self.speculator.profile_run(taps)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -201,6 +203,7 @@ class GPUModelRunner:
             len(request.prompt_token_ids),
             request.prefill_token_ids,
             request.num_computed_tokens,
+            request.sampling_params.num_speculative_tokens,
         )
         self.block_table.set_block_ids(req_state_idx, request.block_ids[0])
         self.sampler.add_request(
@@ -349,6 +352,8 @@ class GPUModelRunner:
         if self.speculator is None:
             return
         drafts = self.speculator.propose(batch, sampler_output, hidden_states, taps)
+        if drafts is None:
+            return
         self.req_states.draft_tokens[batch.idx_mapping.long()] = drafts.token_ids
         self._drafts = AsyncDrafts(
             batch.req_ids, drafts.token_ids, drafts.num_drafts, self._copy_stream

@@ -44,6 +44,9 @@ class RequestState:
         # of them samples.
         self.prefill_len = UvaBackedTensor(max_num_reqs, torch.int32, device)
         self.prompt_len = UvaBackedTensor(max_num_reqs, torch.int32, device)
+        # [max_num_reqs] drafts that the request itself allows in one step.
+        self.max_num_drafts_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self._num_speculative_tokens = num_speculative_tokens
 
     @property
     def num_reqs(self) -> int:
@@ -56,8 +59,12 @@ class RequestState:
         prompt_len: int,
         prefill_token_ids: list[int],
         num_computed_tokens: int,
+        max_num_drafts: int | None = None,
     ) -> int:
         """Give a request a row and fill it.
+
+        Args:
+            max_num_drafts: that the request allows in one step; None for any number.
 
         Returns:
             req_state_idx: the row.
@@ -73,6 +80,10 @@ class RequestState:
         self.num_computed_tokens.stage_write(req_state_idx, 0, num_computed_tokens)
         self.prefill_len.np[req_state_idx] = len(prefill_token_ids)
         self.prompt_len.np[req_state_idx] = prompt_len
+        limit = self._num_speculative_tokens
+        self.max_num_drafts_np[req_state_idx] = (
+            limit if max_num_drafts is None else min(max_num_drafts, limit)
+        )
         return req_state_idx
 
     def remove_request(self, req_id: str) -> int | None:

@@ -1,8 +1,11 @@
 """The draw of a draft, and the distributions that it was drawn from."""
 
+import numpy as np
 import torch
 
 from vllm.config import SpeculativeConfig
+from vllm.model_executor.layers.draft_vocab import DraftVocab
+from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
 from vllm.v1.worker.gpu.sample.random import draft_noise_keys
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -18,7 +21,7 @@ class DraftSampler:
     Args:
         config: how drafts are sampled.
         max_num_reqs: rows.
-        vocab_size: width of the logits.
+        vocab_size: of the target.
         sampling_states: the requests' temperatures and seeds.
         device: where the drafter runs.
     """
@@ -32,11 +35,39 @@ class DraftSampler:
         device: torch.device,
     ) -> None:
         self._states = sampling_states
+        # What the logits' columns stand for; None: for the target's ids.
+        self._draft_vocab: DraftVocab | None = None
+        # Rows whose other columns have no chance; the rest was never written to, which
+        # on a CPU costs no memory.
+        self._is_restricted_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self.draft_logits: torch.Tensor | None = None
         if config.has_draft_distributions:
             self.draft_logits = torch.zeros(
                 (max_num_reqs, config.num_speculative_tokens, vocab_size), device=device
             )
+
+    def restrict(self, draft_vocab: DraftVocab) -> None:
+        """Let only a part of the target's vocabulary be drafted.
+
+        Args:
+            draft_vocab: what the columns of all logits stand for.
+        """
+        self._draft_vocab = draft_vocab
+
+    def prepare(self, idx_mapping_np: np.ndarray) -> bool:
+        """Make ready to sample for these request rows.
+
+        Returns:
+            Whether the host knows that all of their drafts are the most likely tokens.
+        """
+        if self.draft_logits is None or self._states.is_all_greedy(idx_mapping_np):
+            return True
+        new = idx_mapping_np[~self._is_restricted_np[idx_mapping_np]]
+        if self._draft_vocab is not None and len(new):
+            rows = to_device(new.astype(np.int64), self.draft_logits.device)
+            self.draft_logits[rows] = float("-inf")
+            self._is_restricted_np[new] = True
+        return False
 
     def sample(
         self,
@@ -44,19 +75,27 @@ class DraftSampler:
         idx_mapping: torch.Tensor,
         anchor: torch.Tensor,
         step: int,
+        is_all_greedy: bool,
     ) -> torch.Tensor:
         """Return the next draft of each row, and keep what it was drawn from.
 
         Args:
-            logits: [num_rows, vocab_size] float32, changed in place.
+            logits: [num_rows, draft_vocab_size] float32, changed in place.
             idx_mapping: [num_rows] int32, row -> request row.
             anchor: [num_rows] int64, position of the last known token.
             step: drafts of this proposal before this one.
+            is_all_greedy: from `prepare`; such a draft is judged by itself alone.
+
+        Returns:
+            [num_rows] int64, the target's ids.
         """
-        if self.draft_logits is None:
-            return logits.argmax(dim=-1)
+        vocab = self._draft_vocab
+        if self.draft_logits is None or is_all_greedy:
+            best = logits.argmax(dim=-1)
+            return best if vocab is None else vocab.map_ids(best)
         states = self._states
         apply_temperature(logits, idx_mapping, states.temperature.gpu)
+        _replace_broken_rows(logits)
         keys = draft_noise_keys(
             states.seeds.gpu[idx_mapping],
             anchor + 1 + step,
@@ -64,20 +103,23 @@ class DraftSampler:
             states.is_seeded.gpu[idx_mapping],
         )
         is_greedy = states.temperature.gpu[idx_mapping] == 0
-        drafts = gumbel_argmax(logits, keys, is_greedy.to(torch.uint8))
-        is_broken = drafts < 0
-        # On a CPU the look costs less than the rows.
-        if logits.is_cuda or bool(is_broken.any()):
-            _replace_broken_rows(logits, is_broken)
-        self.draft_logits[idx_mapping.long(), step] = logits
-        return drafts.clamp(min=0)
+        places = idx_mapping.long()
+        if vocab is None:
+            self.draft_logits[places, step] = logits
+        else:
+            self.draft_logits[places.unsqueeze(1), step, vocab.target_ids] = logits
+            # A token's noise is that of its place in the target's vocabulary.
+            logits = self.draft_logits[places, step]
+        return gumbel_argmax(logits, keys, is_greedy.to(torch.uint8))
 
 
-def _replace_broken_rows(logits: torch.Tensor, is_broken: torch.Tensor) -> None:
-    """Let rows without a token to draw, such as NaN, be certain of token 0.
+def _replace_broken_rows(logits: torch.Tensor) -> None:
+    """Let rows without a token to draw, such as NaN, be certain of the first one.
 
     A drafter that fails costs acceptance and nothing else: what judges the draft must
     be a distribution.
     """
+    # False for NaN as well.
+    is_broken = ~(logits > float("-inf")).any(dim=-1)
     logits.masked_fill_(is_broken.unsqueeze(1), float("-inf"))
     logits[:, 0].masked_fill_(is_broken, 0.0)

@@ -23,7 +23,11 @@ from vllm.v1.worker.gpu.spec_decode.draft_model.inputs import (
     gather_draft_inputs,
 )
 from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
-from vllm.v1.worker.gpu.spec_decode.speculator import Drafts, Speculator
+from vllm.v1.worker.gpu.spec_decode.speculator import (
+    Drafts,
+    Speculator,
+    find_drafting_rows,
+)
 from vllm.v1.worker.gpu.states import RequestState
 
 # The cache's layers are named by both models; the drafter's get a name of their own.
@@ -96,23 +100,36 @@ class DraftModelSpeculator(Speculator):
             if name.startswith(_LAYER_PREFIX)
         }
 
+    def profile_run(self, taps: list[torch.Tensor]) -> None:
+        """Run the largest step's tokens and one sampled token of every request."""
+        config = self._draft_vllm_config.scheduler_config
+        num_tokens = config.max_num_batched_tokens + config.max_num_seqs
+        input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        with set_forward_context(ForwardContext(None, self._kv_caches)):
+            hidden_states = self._model(input_ids, input_ids)
+        assert isinstance(hidden_states, torch.Tensor), "nobody has asked for taps"
+        self._model.compute_logits(hidden_states[: config.max_num_seqs])
+
     def propose(
         self,
         batch: InputBatch,
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
         taps: list[torch.Tensor],
-    ) -> Drafts:
+    ) -> Drafts | None:
         """Draft for the requests that have sampled; fill the cache for the others."""
         shape = batch.num_reqs, self._config.num_speculative_tokens
         is_sampling_np = np.diff(batch.layout.cu_num_logits_np) > 0
         hidden_states = self._run_committed(batch, is_sampling_np)
+        rows_np = find_drafting_rows(batch, self._req_states)
+        if not len(rows_np):
+            return None
         drafts = torch.full(shape, -1, dtype=torch.int64, device=self._device)
         num_drafts = torch.zeros(batch.num_reqs, dtype=torch.int32, device=self._device)
-        if is_sampling_np.any():
-            rows = to_device(np.flatnonzero(is_sampling_np), self._device)
-            drafted = self._draft(batch, rows, hidden_states[rows])
-            drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
+        rows = to_device(rows_np, self._device)
+        is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
+        drafted = self._draft(batch, rows, hidden_states[rows], is_all_greedy)
+        drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
         return Drafts(drafts, num_drafts)
 
     def _run_committed(
@@ -143,7 +160,11 @@ class DraftModelSpeculator(Speculator):
         return hidden_states[inputs.last_token_idx]
 
     def _draft(
-        self, batch: InputBatch, rows: torch.Tensor, hidden_states: torch.Tensor
+        self,
+        batch: InputBatch,
+        rows: torch.Tensor,
+        hidden_states: torch.Tensor,
+        is_all_greedy: bool,
     ) -> Drafts:
         """Return the drafts of these requests of the batch."""
         idx_mapping = batch.idx_mapping[rows]
@@ -169,7 +190,9 @@ class DraftModelSpeculator(Speculator):
                     inputs, query_start_loc, blocks, 1, max_seq_len
                 )
             logits = self._model.compute_logits(hidden_states)
-            drafts.append(self._sampler.sample(logits, idx_mapping, anchor, step))
+            drafts.append(
+                self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
+            )
         # A draft is read from the token before it, which must have a place.
         num_read = (self._config.max_model_len - anchor).clamp(0, num_drafts)
         steps = torch.arange(num_drafts, device=self._device)

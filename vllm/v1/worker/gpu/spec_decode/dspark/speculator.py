@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from vllm.config import VllmConfig
@@ -24,7 +23,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.inputs import (
     lay_out_blocks,
 )
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
-from vllm.v1.worker.gpu.spec_decode.speculator import Drafts, Speculator
+from vllm.v1.worker.gpu.spec_decode.speculator import (
+    Drafts,
+    Speculator,
+    find_drafting_rows,
+)
 from vllm.v1.worker.gpu.states import RequestState
 
 
@@ -62,6 +65,7 @@ class DSparkSpeculator(Speculator):
         self._req_states = req_states
         self._block_table = block_table
         self._device = device
+        self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._kv_caches: dict[str, torch.Tensor] = {}
         vocab_size = vllm_config.model_config.vocab_size
         # Bounds the logits that exist at once.
@@ -70,7 +74,7 @@ class DSparkSpeculator(Speculator):
         )
         self._sampler = DraftSampler(
             config,
-            vllm_config.scheduler_config.max_num_seqs,
+            self._max_num_reqs,
             vocab_size,
             sampling_states,
             device,
@@ -86,6 +90,8 @@ class DSparkSpeculator(Speculator):
         self._model = load_dspark_model(
             self._path, self._dspark_config, target, self._max_len, self._device
         )
+        if self._model.draft_vocab is not None:
+            self._sampler.restrict(self._model.draft_vocab)
         target.set_aux_hidden_state_layers(
             self._dspark_config.aux_hidden_state_layer_ids
         )
@@ -96,30 +102,47 @@ class DSparkSpeculator(Speculator):
     def initialize_kv_cache(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._kv_caches = kv_caches
 
+    def profile_run(self, taps: list[torch.Tensor]) -> None:
+        """Run the largest context and a block of every request, without attention."""
+        device, num_reqs = self._device, self._max_num_reqs
+        num_tokens = len(taps[0])
+        num_block_tokens = num_reqs * self._dspark_config.block_size
+        with set_forward_context(ForwardContext(None, self._kv_caches)):
+            fused = self._model.combine_hidden_states(taps)
+            places = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            self._model.write_context_kv(fused, places)
+            places = torch.zeros(num_block_tokens, dtype=torch.int64, device=device)
+            hidden = self._model(places, places)
+        anchors = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+        rows = torch.arange(num_reqs, dtype=torch.int32, device=device)
+        self._draw_in_parts(hidden, anchors, rows, anchors, is_all_greedy=False)
+
     def propose(
         self,
         batch: InputBatch,
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
         taps: list[torch.Tensor],
-    ) -> Drafts:
+    ) -> Drafts | None:
         """Draft for the requests that have sampled; write the context of all."""
         # Before any block is run: a request may share cache blocks with another one
         # whose prompt was computed in this very step.
         self._write_context(batch, taps)
+        rows_np = find_drafting_rows(batch, self._req_states)
+        if not len(rows_np):
+            return None
         shape = batch.num_reqs, self._num_drafts
         drafts = torch.full(shape, -1, dtype=torch.int64, device=self._device)
         num_drafts = torch.zeros(batch.num_reqs, dtype=torch.int32, device=self._device)
         confidence_probs = None
         if self._dspark_config.enable_confidence_head:
             confidence_probs = torch.zeros(shape, device=self._device)
-        is_sampling_np = np.diff(batch.layout.cu_num_logits_np) > 0
-        if is_sampling_np.any():
-            rows = to_device(np.flatnonzero(is_sampling_np), self._device)
-            drafted = self._draft(batch, rows)
-            drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
-            if confidence_probs is not None and drafted.confidence_probs is not None:
-                confidence_probs[rows] = drafted.confidence_probs
+        rows = to_device(rows_np, self._device)
+        is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
+        drafted = self._draft(batch, rows, is_all_greedy)
+        drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
+        if confidence_probs is not None and drafted.confidence_probs is not None:
+            confidence_probs[rows] = drafted.confidence_probs
         return Drafts(drafts, num_drafts, confidence_probs)
 
     def _write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
@@ -138,7 +161,9 @@ class DSparkSpeculator(Speculator):
             fused = self._model.combine_hidden_states(taps)
             self._model.write_context_kv(fused, positions)
 
-    def _draft(self, batch: InputBatch, rows: torch.Tensor) -> Drafts:
+    def _draft(
+        self, batch: InputBatch, rows: torch.Tensor, is_all_greedy: bool
+    ) -> Drafts:
         """Return the drafts of these requests of the batch."""
         states = self._req_states
         idx_mapping = batch.idx_mapping[rows]
@@ -149,20 +174,9 @@ class DSparkSpeculator(Speculator):
         anchor_ids = states.all_token_ids.gpu[idx_mapping, anchor.clamp(max=last)]
         anchor_ids = anchor_ids.long()
         hidden = self._run_blocks(batch, idx_mapping, anchor, anchor_ids)
-        parts = [
-            self._draw(*part)
-            for part in zip(
-                hidden[:, : self._num_drafts].split(self._max_chunk_reqs),
-                anchor_ids.split(self._max_chunk_reqs),
-                idx_mapping.split(self._max_chunk_reqs),
-                anchor.split(self._max_chunk_reqs),
-                strict=True,
-            )
-        ]
-        drafts = torch.cat([part[0] for part in parts])
-        logits = [part[1] for part in parts if part[1] is not None]
-        # A drafter that fails, such as with NaN, trusts none of its drafts.
-        confidence = torch.cat(logits).sigmoid().nan_to_num(0.0) if logits else None
+        drafts, confidence = self._draw_in_parts(
+            hidden, anchor_ids, idx_mapping, anchor, is_all_greedy
+        )
         # A draft is read from the slot before it, or from its own.
         config = self._dspark_config
         num_silent = config.block_size - config.num_draft_tokens
@@ -214,12 +228,49 @@ class DSparkSpeculator(Speculator):
         with set_forward_context(ForwardContext(metadata, self._kv_caches)):
             return self._model(inputs.input_ids, inputs.positions)
 
+    def _draw_in_parts(
+        self,
+        hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        anchor: torch.Tensor,
+        is_all_greedy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw the drafts of as many requests at a time as there is room for.
+
+        Args:
+            hidden: [R, num_draft_tokens, hidden_size].
+            anchor_ids: [R] int64.
+            idx_mapping: [R] int32.
+            anchor: [R] int64.
+
+        Returns:
+            Drafts [R, num_speculative_tokens] int64, and probabilities of their
+            acceptance, or None without such a head.
+        """
+        parts = [
+            self._draw(*part, is_all_greedy)
+            for part in zip(
+                hidden[:, : self._num_drafts].split(self._max_chunk_reqs),
+                anchor_ids.split(self._max_chunk_reqs),
+                idx_mapping.split(self._max_chunk_reqs),
+                anchor.split(self._max_chunk_reqs),
+                strict=True,
+            )
+        ]
+        drafts = torch.cat([part[0] for part in parts])
+        logits = [part[1] for part in parts if part[1] is not None]
+        # A drafter that fails, such as with NaN, trusts none of its drafts.
+        confidence = torch.cat(logits).sigmoid().nan_to_num(0.0) if logits else None
+        return drafts, confidence
+
     def _draw(
         self,
         hidden: torch.Tensor,
         anchor_ids: torch.Tensor,
         idx_mapping: torch.Tensor,
         anchor: torch.Tensor,
+        is_all_greedy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draw the drafts from left to right, each knowing the one before.
 
@@ -244,8 +295,9 @@ class DSparkSpeculator(Speculator):
             embedding = model.markov_embed(tokens[-1])
             bias, state = model.markov_bias(embedding, hidden[:, step], state)
             logits = base[step] if bias is None else base[step] + bias
-            logits = model.map_logits_to_target(logits)
-            tokens.append(self._sampler.sample(logits, idx_mapping, anchor, step))
+            tokens.append(
+                self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
+            )
             if embedding is not None:
                 embeddings.append(embedding)
         embedded = torch.stack(embeddings, dim=1) if embeddings else None

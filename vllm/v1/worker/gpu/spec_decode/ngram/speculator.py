@@ -4,9 +4,14 @@ import torch
 
 from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.ngram.lookup import propose_ngram
-from vllm.v1.worker.gpu.spec_decode.speculator import Drafts, Speculator
+from vllm.v1.worker.gpu.spec_decode.speculator import (
+    Drafts,
+    Speculator,
+    find_drafting_rows,
+)
 from vllm.v1.worker.gpu.states import RequestState
 
 
@@ -28,26 +33,30 @@ class NgramSpeculator(Speculator):
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
         taps: list[torch.Tensor],
-    ) -> Drafts:
+    ) -> Drafts | None:
         """Look up the suffixes of the requests that have sampled."""
         config, states = self._config, self._req_states
+        rows_np = find_drafting_rows(batch, states)
+        if not len(rows_np):
+            return None
         num_speculative_tokens = config.num_speculative_tokens
         token_ids = states.all_token_ids.gpu
+        device = token_ids.device
         # Every row may have sampled its drafts and one more.
         max_len = min(
             batch.max_seq_len + 1 + num_speculative_tokens, token_ids.shape[1]
         )
-        drafts, num_drafts = propose_ngram(
+        rows = to_device(rows_np, device)
+        found, num_found = propose_ngram(
             token_ids,
             states.total_len.gpu,
-            batch.idx_mapping,
+            batch.idx_mapping[rows],
             max_len,
             config.prompt_lookup_min,
             config.prompt_lookup_max,
             num_speculative_tokens,
         )
-        has_sampled = sampler_output.num_sampled > 0
-        return Drafts(
-            drafts.masked_fill(~has_sampled.unsqueeze(1), -1),
-            num_drafts * has_sampled,
-        )
+        drafts = found.new_full((batch.num_reqs, num_speculative_tokens), -1)
+        num_drafts = num_found.new_zeros(batch.num_reqs)
+        drafts[rows], num_drafts[rows] = found, num_found
+        return Drafts(drafts, num_drafts)
