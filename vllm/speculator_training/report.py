@@ -22,8 +22,8 @@ _PLOT = "reliability.png"
 def pool(rollouts: list[Rollouts]) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the confidence logits [n, K], if any, and acceptances of rollouts.
 
-    Of those that are drafted as the text is sampled, where there are any: one confidence
-    cannot be true of a best guess and of a draw.
+    Of those that are drafted as the text is sampled, where there are any: one
+    confidence cannot be true of a best guess and of a draw.
     """
     usual = [r for r in rollouts if r.is_greedy == (r.temperature == 0)]
     rollouts = usual or rollouts
