@@ -20,7 +20,13 @@ _PLOT = "reliability.png"
 
 
 def pool(rollouts: list[Rollouts]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the confidence logits [n, K], if any, and acceptances of all rollouts."""
+    """Return the confidence logits [n, K], if any, and acceptances of rollouts.
+
+    Of those that are drafted as the text is sampled, where there are any: one
+    confidence cannot be true of a best guess and of a draw.
+    """
+    usual = [r for r in rollouts if r.is_greedy == (r.temperature == 0)]
+    rollouts = usual or rollouts
     logits = [r.confidence_logits for r in rollouts if r.confidence_logits is not None]
     stacked = torch.cat(logits) if logits else None
     return stacked, torch.cat([r.is_accepted for r in rollouts])
