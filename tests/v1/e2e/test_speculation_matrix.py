@@ -1,5 +1,6 @@
 """Features x drafters x conditions: speculation changes no token and no score."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.v1.e2e.test_feature_matrix import (
 from tests.v1.e2e.tiny_drafter import save_tiny_drafter
 from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model, visible
 from vllm import _custom_ops as ops
+from vllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.skipif(
     not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
@@ -80,10 +82,50 @@ def run_preempting(engine: TinyEngine) -> list[Outputs]:
     return rounds
 
 
+def run_unruly(engine: TinyEngine) -> list[Outputs]:
+    """Let requests of any priority and cap come, leave, return, and lose prefixes."""
+    rng = random.Random(0)
+    waiting = list(REQUESTS)
+    rng.shuffle(waiting)
+    running: dict[str, str] = {}
+    outputs: Outputs = {}
+    for number in range(MAX_STEPS):
+        if waiting and rng.random() < 0.4:
+            name, request_id = waiting.pop(), str(number)
+            prompt, params = REQUESTS[name]
+            params = params.clone()
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            params.num_speculative_tokens = rng.choice([None, None, 0, 1, 2, 5])
+            engine.engine.add_request(
+                request_id, prompt, params, priority=rng.randint(0, 3)
+            )
+            running[request_id] = name
+        if running and rng.random() < 0.05:
+            request_id = rng.choice(list(running))
+            waiting.append(running.pop(request_id))
+            engine.engine.abort_request(request_id)
+        if rng.random() < 0.05:
+            engine.engine.reset_prefix_cache()
+        for output in engine.engine.step():
+            outputs[running.pop(output.request_id)] = output
+        if not (waiting or running):
+            break
+    engine.engine.check_integrity()
+    assert outputs.keys() == REQUESTS.keys()
+    assert engine.executor.resumed
+    return [outputs]
+
+
+UNRULY = TINY_POOL | {
+    "scheduling_policy": "priority",
+    "max_num_batched_tokens": 40,
+    "max_num_seqs": 6,
+}
+MAX_STEPS = 2000
 RUNS = {
     name: CONDITIONS[name]
     for name in ("mixed batch", "chunks of 17", "warm prefix cache")
-} | {"preempting": (TINY_POOL, run_preempting)}
+} | {"preempting": (TINY_POOL, run_preempting), "unruly": (UNRULY, run_unruly)}
 
 
 @pytest.fixture(scope="module")
