@@ -147,6 +147,21 @@ def test_preempted_requests_tell_of_each_step_once(model: Path):
         assert metrics.draft_acceptance_rate == 1.0
 
 
+def test_drafts_are_written_where_no_other_request_has_its_own(model: Path):
+    # 13 tokens of prompt, then three a step: all of them fill a block at the same time.
+    engine = make_engine(model, enable_prefix_caching=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=60, ignore_eos=True, num_speculative_tokens=2
+    )
+    prompts = [[number, *range(number * 9, number * 9 + 12)] for number in range(8)]
+    for _ in range(2):
+        for output in engine.run([(prompt, params) for prompt in prompts]):
+            assert drafts_of(output).draft_acceptance_rate == 1.0
+        # Rows are used again by others.
+        prompts.reverse()
+    engine.shutdown()
+
+
 def test_drafts_that_a_grammar_forbids_are_not_counted(model: Path):
     config = {
         "method": "ngram",
