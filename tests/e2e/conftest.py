@@ -1,5 +1,6 @@
 """A real server on the embedded model, started once for all end-to-end tests."""
 
+import json
 import os
 import re
 import socket
@@ -8,18 +9,49 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from tests.e2e.drafters import (
+    ITS_OWN,
+    NO_DRAFTER,
+    make_speculative_config,
+    save_drafters,
+)
+from vllm.transformers_utils.configs.dspark import load_dspark_config
+
 MODEL = "SmolLM2-135M-Instruct"
 MAX_MODEL_LEN = 768
 # Holds one request of the full length and little more: a busy server must preempt.
-NUM_GPU_BLOCKS = 96
+NUM_GPU_BLOCKS = 64
+# Fewer than the 64 requests of a mixed batch have, with all their drafts.
+MAX_NUM_BATCHED_TOKENS = 128
 START_TIMEOUT_S = 120
+IDLE_WITHIN_S = 10.0
+GAUGES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+LIMITS = (
+    "--max-model-len",
+    str(MAX_MODEL_LEN),
+    "--num-gpu-blocks-override",
+    str(NUM_GPU_BLOCKS),
+    "--max-num-batched-tokens",
+    str(MAX_NUM_BATCHED_TOKENS),
+)
+# What the answers and the log tell of drafts.
+DETAILS = (
+    "--enable-per-request-metrics",
+    "--per-request-spec-decode-metrics",
+    "detailed",
+)
+LOGS = {"VLLM_LOG_STATS_INTERVAL": "1"}
 
 
 @dataclass(frozen=True)
@@ -29,11 +61,13 @@ class Server:
     Args:
         base_url: without the /v1.
         log_path: its standard error.
+        num_drafts: that a request can have in a step.
     """
 
     base_url: str
     process: subprocess.Popen[bytes]
     log_path: Path
+    num_drafts: int = 0
 
     @property
     def client(self) -> openai.OpenAI:
@@ -55,6 +89,15 @@ class Server:
         values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.M)
         assert values, f"{name} is not in /metrics"
         return sum(float(value) for value in values)
+
+    def check_idle(self, within_s: float = IDLE_WITHIN_S) -> None:
+        """Check that nothing is left; the engine may not have heard of all ends yet."""
+        deadline = time.monotonic() + within_s
+        gauges = dict.fromkeys(GAUGES, 1.0)
+        while any(gauges.values()) and time.monotonic() < deadline:
+            gauges = {name: self.metric(name) for name in GAUGES}
+        assert gauges == dict.fromkeys(GAUGES, 0)
+        assert httpx.get(f"{self.base_url}/health").status_code == 200
 
 
 def free_port() -> int:
@@ -95,15 +138,44 @@ def stop_server(server: Server) -> int:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    running = start_server(
-        "--max-model-len",
-        str(MAX_MODEL_LEN),
-        "--num-gpu-blocks-override",
-        str(NUM_GPU_BLOCKS),
-        "--max-num-batched-tokens",
-        "256",
-    )
+    """A server that was told nothing about drafts."""
+    running = start_server(*LIMITS, *DETAILS, env=LOGS)
     yield running
+    stop_server(running)
+
+
+@pytest.fixture(scope="session")
+def plain_server() -> Iterator[Server]:
+    """A server without drafts."""
+    running = start_server(*LIMITS, "--speculative-config", "null")
+    yield running
+    stop_server(running)
+
+
+@pytest.fixture(scope="session")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of random drafters, by what drafts with them."""
+    return save_drafters(tmp_path_factory.mktemp("drafters"))
+
+
+@pytest.fixture(scope="session")
+def drafting(
+    request: pytest.FixtureRequest, drafters: dict[str, Path]
+) -> Iterator[Server]:
+    """The server with the drafter that a test names, or without one."""
+    if request.param == NO_DRAFTER:
+        yield request.getfixturevalue("plain_server")
+        return
+    if request.param == ITS_OWN:
+        # Skips where there is none.
+        drafter = load_dspark_config(request.getfixturevalue("embedded_drafter"))
+        running = request.getfixturevalue("server")
+        yield replace(running, num_drafts=drafter.num_draft_tokens)
+        return
+    config = make_speculative_config(request.param, drafters)
+    flags = ("--speculative-config", json.dumps(config))
+    running = start_server(*LIMITS, *DETAILS, *flags, env=LOGS)
+    yield replace(running, num_drafts=config["num_speculative_tokens"])
     stop_server(running)
 
 

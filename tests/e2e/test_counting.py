@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server
+from tests.e2e.drafters import NO_DRAFTER
+from tests.e2e.mixed_requests import CITY, schema
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -32,6 +34,10 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             "top_logprobs": 0,
             "structured_outputs": {"choice": ["日本語", "日本", "😀😀"]},
         },
+    ),
+    "chat n schema": (
+        CHAT,
+        {"n": 4, "max_tokens": 60, "logprobs": True} | schema("city", CITY),
     ),
     "chat ids": (CHAT, {"logprobs": True, "logprob_token_ids": [5, 6]}),
     "prompts x n": (COMPLETIONS, {"prompt": ["The sea", UNICODE], "n": 2}),
@@ -115,11 +121,17 @@ def join_chunks(chunks: list[Any]) -> dict[int, dict[str, Any]]:
     return joined
 
 
+with_and_without_drafts = pytest.mark.parametrize(
+    "drafting", [NO_DRAFTER, "H"], indirect=True
+)
+
+
+@with_and_without_drafts
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_stream_adds_up_to_the_whole_answer(server: Server, name: str):
+def test_a_stream_adds_up_to_the_whole_answer(drafting: Server, name: str):
     path, added = REQUESTS[name]
-    whole = answer(server, name)
-    chunks = stream(server, path, make_body(path, added))
+    whole = answer(drafting, name)
+    chunks = stream(drafting, path, make_body(path, added))
     joined = join_chunks(chunks)
     assert chunks[-1]["usage"] == whole["usage"]
     assert sorted(joined) == [choice["index"] for choice in whole["choices"]]
@@ -129,13 +141,14 @@ def test_a_stream_adds_up_to_the_whole_answer(server: Server, name: str):
         assert streamed == {key: choice[key] for key in streamed}
 
 
+@with_and_without_drafts
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_token_has_an_id_a_logprob_and_a_place_in_usage(
-    server: Server, name: str
+    drafting: Server, name: str
 ):
     path, added = REQUESTS[name]
     body = make_body(path, added)
-    whole = answer(server, name)
+    whole = answer(drafting, name)
     num_tokens = 0
     for choice in whole["choices"]:
         num_tokens += len(choice["token_ids"])
@@ -149,11 +162,17 @@ def test_every_token_has_an_id_a_logprob_and_a_place_in_usage(
     assert num_tokens == whole["usage"]["completion_tokens"]
 
 
-@pytest.mark.parametrize("name", ["chat", "bytes", "echo", "stop token"])
-def test_a_new_score_of_the_answer_agrees_with_it(server: Server, name: str):
+@with_and_without_drafts
+@pytest.mark.parametrize(
+    "name",
+    ["chat", "chat grammar", "chat n schema", "bytes", "echo", "stop", "stop token"],
+)
+def test_a_new_score_of_the_answer_agrees_with_it(
+    plain_server: Server, drafting: Server, name: str
+):
     """O2: raw log-probabilities are the model's own, whatever shaped the answer."""
     path = REQUESTS[name][0]
-    whole = answer(server, name)
+    whole = answer(drafting, name)
     for choice in whole["choices"]:
         logprobs = choice["logprobs"]
         given = (
@@ -163,10 +182,20 @@ def test_a_new_score_of_the_answer_agrees_with_it(server: Server, name: str):
         )
         prompt = choice.get("prompt_token_ids") or whole["prompt_token_ids"]
         body = {"prompt": prompt + choice["token_ids"], "max_tokens": 0, "echo": True}
-        again = send(server, COMPLETIONS, body | {"logprobs": 0})
+        again = send(plain_server, COMPLETIONS, body | {"logprobs": 0})
         scored = again["choices"][0]["logprobs"]["token_logprobs"][-len(given) :]
         # The first token of an echoed prompt has none.
         pairs = [
             pair for pair in zip(given, scored, strict=True) if pair != (None, None)
         ]
         assert all(abs(one - other) < 1e-3 for one, other in pairs)
+
+
+@pytest.mark.parametrize("drafting", ["H"], indirect=True)
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_answer_is_the_same_with_drafts(
+    plain_server: Server, drafting: Server, name: str
+):
+    one, other = answer(drafting, name), answer(plain_server, name)
+    assert one["choices"] == other["choices"]
+    assert one["usage"] == other["usage"]

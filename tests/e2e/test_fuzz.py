@@ -5,8 +5,10 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import Server
+from tests.e2e.drafters import NO_DRAFTER
 
 NUM_REQUESTS = 240
 AT_ONCE = 8
@@ -35,6 +37,7 @@ FIELDS: dict[str, list[Any]] = {
     "top_k": [1, -1],
     "min_p": [0.3, 1],
     "n": [2, 3],
+    "num_speculative_tokens": [0, 1, 7],
     "seed": [-5],
     "max_tokens": [1, 5],
     "min_tokens": [1, 3],
@@ -98,15 +101,18 @@ async def _send_all(server: Server) -> list[tuple[int, str]]:
         return await asyncio.gather(*map(one, range(NUM_REQUESTS)))
 
 
-def test_random_requests_are_answered_or_refused_and_change_nothing(server: Server):
+@pytest.mark.parametrize("drafting", [NO_DRAFTER, "dspark"], indirect=True)
+def test_random_requests_are_answered_or_refused_and_change_nothing(drafting: Server):
     plain = {"prompt": "The sea is", "max_tokens": 12, "temperature": 0, "logprobs": 1}
 
     def ask() -> Any:
-        response = httpx.post(f"{server.base_url}{COMPLETIONS}", json=plain, timeout=60)
+        response = httpx.post(
+            f"{drafting.base_url}{COMPLETIONS}", json=plain, timeout=60
+        )
         return response.json()["choices"]
 
     before = ask()
-    answers = asyncio.run(_send_all(server))
+    answers = asyncio.run(_send_all(drafting))
     for number, (status, text) in enumerate(answers):
         # A stream tells of its failure inside an answer of status 200.
         is_fault = '"code":5' in text or status not in (200, 400, 404)
@@ -114,6 +120,4 @@ def test_random_requests_are_answered_or_refused_and_change_nothing(server: Serv
     # Both kinds, or the test tests nothing.
     assert {200, 400} <= {status for status, _ in answers}
     assert ask() == before
-    assert server.metric("vllm:num_requests_running") == 0
-    assert server.metric("vllm:num_requests_waiting") == 0
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    drafting.check_idle()

@@ -1,111 +1,81 @@
-"""A request gets the same answer alone and in a full, preempting batch."""
+"""A request gets the same answer alone and in a full, preempting batch with drafts."""
 
 import asyncio
-import json
 from typing import Any
 
-import jsonschema
+import httpx
+import pytest
 
-from tests.e2e.conftest import MODEL, Server
+from tests.e2e.conftest import MAX_NUM_BATCHED_TOKENS, Server
+from tests.e2e.drafters import DRAFTERS, NO_DRAFTER
+from tests.e2e.mixed_requests import (
+    NUM_REQUESTS,
+    check_answer,
+    count_uses,
+    kind_of,
+    make_request,
+)
+from vllm import _custom_ops as ops
 
-NUM_REQUESTS = 64
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "population": {"type": "integer"}},
-    "required": ["city", "population"],
-    "additionalProperties": False,
-}
-# fmt: off
-WORDS = [
-    "river", "mountain", "engine", "garden", "music", "winter", "bridge", "letter",
-    "planet", "coffee", "window", "forest", "market", "silver", "island", "doctor",
+# The answers come one by one, and all at once six times.
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(
+        not ops.has_cpu_ops(),
+        reason="torch's own products depend on the number of rows",
+    ),
 ]
-# fmt: on
+NUMBERS = range(NUM_REQUESTS)
 
 
-def literal(number: int) -> str:
-    return f"code-{number}: " + "-".join(WORDS[(number + i) % 16] for i in range(8))
-
-
-def make_request(number: int) -> dict[str, Any]:
-    """Return the request of a number; its kind goes round."""
-    topic = f"{WORDS[number % 16]} and {WORDS[number * 7 % 16]}"
-    long_prompt = f"Notes about {topic}. " * (1 + number % 5 * 6)
-    prompt = f"{long_prompt}Write a short text about {topic}."
-    request: dict[str, Any] = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": prompt}],
-        "temperature": 0,
-        "max_completion_tokens": 24 + number % 4 * 16,
-    }
-    kinds: list[dict[str, Any]] = [
-        {},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "city", "schema": SCHEMA},
-            },
-            "max_completion_tokens": 120,
-        },
-        {"extra_body": {"structured_outputs": {"regex": literal(number)}},
-         "max_completion_tokens": 120},
-        {"logprobs": True, "top_logprobs": 3, "temperature": 0.8, "seed": number},
-        {"n": 2, "temperature": 1.0, "seed": number},
-        {"stop": [" the", "and "], "temperature": 0.7, "seed": number},
-        {"temperature": 1.0, "top_p": 0.9, "seed": number,
-         "extra_body": {"top_k": 50, "min_p": 0.02}},
-        {"frequency_penalty": 0.5, "presence_penalty": 0.3,
-         "extra_body": {"repetition_penalty": 1.1, "min_tokens": 20}},
-    ]  # fmt: skip
-    return request | kinds[number % len(kinds)]
-
-
-def answer_of(response: Any) -> list[Any]:
-    """Return all that a client can see of the choices, in order."""
-    return [
-        (
-            choice.index,
-            choice.message.content,
-            choice.finish_reason,
-            [
-                (entry.token, round(entry.logprob, 5))
-                for entry in (choice.logprobs.content if choice.logprobs else [])
-            ],
-        )
-        for choice in response.choices
-    ] + [response.usage.completion_tokens]
-
-
-async def _send(server: Server, numbers: list[int], at_once: int) -> list[Any]:
+async def _send_all(server: Server, at_once: int) -> list[dict[str, Any]]:
     gate = asyncio.Semaphore(at_once)
 
-    async def one(number: int) -> Any:
+    async def send(number: int) -> dict[str, Any]:
         async with gate:
-            return await client.chat.completions.create(**make_request(number))
+            response = await client.post(
+                "/v1/chat/completions", json=make_request(number)
+            )
+        assert response.status_code == 200, response.text
+        return response.json()
 
-    async with server.async_client as client:
-        return await asyncio.gather(*(one(number) for number in numbers))
-
-
-def test_every_answer_of_a_full_batch_equals_the_answer_alone(server: Server):
-    numbers = list(range(NUM_REQUESTS))
-    preemptions = server.metric("vllm:num_preemptions_total")
-    together = asyncio.run(_send(server, numbers, NUM_REQUESTS))
-    assert server.metric("vllm:num_preemptions_total") > preemptions
-    alone = asyncio.run(_send(server, numbers, 1))
-    for number, one, other in zip(numbers, together, alone, strict=True):
-        assert answer_of(one) == answer_of(other), f"request {number}"
-    for number, response in zip(numbers, together, strict=True):
-        content = response.choices[0].message.content
-        if number % 8 == 2:
-            assert content == literal(number)
-            assert response.choices[0].finish_reason == "stop"
-        if number % 8 == 1 and response.choices[0].finish_reason == "stop":
-            jsonschema.validate(json.loads(content), SCHEMA)
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=None) as client:
+        return await asyncio.gather(*map(send, NUMBERS))
 
 
-def test_nothing_is_left_after_a_full_batch(server: Server):
-    asyncio.run(_send(server, list(range(8)), 8))
-    assert server.metric("vllm:num_requests_running") == 0
-    assert server.metric("vllm:num_requests_waiting") == 0
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+def visible(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return all of an answer but what is the server's affair."""
+    own = ("id", "created", "metrics")
+    return {name: value for name, value in answer.items() if name not in own}
+
+
+@pytest.fixture(scope="session")
+def alone(plain_server: Server) -> list[dict[str, Any]]:
+    return asyncio.run(_send_all(plain_server, at_once=1))
+
+
+def test_the_batch_uses_every_sampling_parameter_twice():
+    assert NUM_REQUESTS == 64
+    assert [name for name, num_uses in count_uses().items() if num_uses < 2] == []
+
+
+def test_an_answer_alone_is_what_its_request_allows(alone: list[dict[str, Any]]):
+    for number, answer in zip(NUMBERS, alone, strict=True):
+        check_answer(number, answer)
+    reasons = {choice["finish_reason"] for one in alone for choice in one["choices"]}
+    assert reasons == {"stop", "length"}
+    lengths = [answer["usage"]["prompt_tokens"] for answer in alone]
+    assert sum(length > MAX_NUM_BATCHED_TOKENS for length in lengths) >= 12
+
+
+@pytest.mark.parametrize("drafting", [NO_DRAFTER, *DRAFTERS], indirect=True)
+def test_every_answer_of_a_full_batch_equals_the_answer_alone(
+    drafting: Server, alone: list[dict[str, Any]]
+):
+    """Text, ids, reason, usage and scores, bit for bit: no tie may fall otherwise."""
+    preemptions = drafting.metric("vllm:num_preemptions_total")
+    together = asyncio.run(_send_all(drafting, at_once=NUM_REQUESTS))
+    for number, one, other in zip(NUMBERS, together, alone, strict=True):
+        assert visible(one) == visible(other), (number, kind_of(number))
+    assert drafting.metric("vllm:num_preemptions_total") > preemptions
+    drafting.check_idle()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.v1.e2e.tiny_drafter import DRAFTERS as TABLE
+from tests.v1.e2e.tiny_drafter import make_speculative_config
 from tests.v1.e2e.tiny_engine import (
     NAN_ID,
     TinyEngine,
@@ -72,26 +74,19 @@ HEALTHY = [
 
 
 # A drafter reads what a request has sampled before anybody knows that it has failed.
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "no drafter": {},
-    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
-    "itself": {"method": "draft_model"},
-    "itself, drawn": {
-        "method": "draft_model",
-        "draft_sample_method": "probabilistic",
-    },
-}
+DRAFTERS = ("no drafter", "ngram", "H", "H probabilistic", "dspark")
 
 
 def make_drafting_engine(
-    model: Path, drafter: str, verification: dict[str, Any] | None = None, **kwargs: Any
+    model: Path,
+    drafter: str,
+    folder: Path,
+    verification: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> TinyEngine:
-    config = DRAFTERS[drafter] | (verification or {})
-    if config:
-        config["num_speculative_tokens"] = 4
-        kwargs["speculative_config"] = config
-    if config.get("method") == "draft_model":
-        config["model"] = str(model)
+    if drafter != "no drafter":
+        config = make_speculative_config(drafter, model, folder)
+        kwargs["speculative_config"] = config | (verification or {})
     return TinyEngine(model, **kwargs)
 
 
@@ -102,11 +97,11 @@ def healthy_requests() -> list[tuple[str, SamplingParams]]:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("counts_nans", ["0", "1"])
 def test_nan_logits_end_their_own_request_only(
-    model, monkeypatch, counts_nans, drafter
+    model, tmp_path, monkeypatch, counts_nans, drafter
 ):
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", counts_nans)
     # The pool is so small that whatever was poisoned is soon used again.
-    engine = make_drafting_engine(model, drafter, num_gpu_blocks_override=14)
+    engine = make_drafting_engine(model, drafter, tmp_path, num_gpu_blocks_override=14)
     expected = [visible(output) for output in engine.run(healthy_requests())]
     for _ in range(2):
         healthy = []
@@ -143,13 +138,31 @@ def test_a_drafter_of_nans_costs_acceptance_and_nothing_else(
     assert [visible(output) for output in outputs] == expected
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "itself, drawn"])
-def test_drafts_accepted_by_chance_break_no_constraint(model, drafter):
+def test_a_drafter_needs_no_tokenizer(model, tmp_path):
+    """Ids are drafted, not texts."""
+    save_tiny_model(tmp_path, blur=0.05)
+    (tmp_path / "tokenizer.json").write_text("of another kind")
+    (tmp_path / "tokenizer_config.json").unlink()
+    plain = TinyEngine(model)
+    expected = [visible(output) for output in plain.run(healthy_requests())]
+    plain.shutdown()
+    config = {"model": str(tmp_path), "num_speculative_tokens": 3}
+    engine = TinyEngine(model, speculative_config=config)
+    outputs = engine.run(healthy_requests())
+    assert engine.executor.accepted[3] > 0
+    engine.shutdown()
+    assert [visible(output) for output in outputs] == expected
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "H probabilistic", "dspark"])
+def test_drafts_accepted_by_chance_break_no_constraint(model, tmp_path, drafter):
+    # A block gives four.
+    num_drafts = TABLE[drafter].get("num_speculative_tokens", 4)
     synthetic = {
         "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [1.0] * 4,
+        "synthetic_acceptance_rates": [1.0] * num_drafts,
     }
-    engine = make_drafting_engine(model, drafter, synthetic)
+    engine = make_drafting_engine(model, drafter, tmp_path, synthetic)
     constraint = StructuredOutputsParams(regex="(ab|cd){7}")
     params = SamplingParams(seed=3, max_tokens=40, structured_outputs=constraint)
     outputs = engine.run([("abcabdcbabcd" * 2, params), (PROMPT, params)])
@@ -177,11 +190,15 @@ def test_every_request_that_fails_is_named(model):
         (1, "no drafter"),
         (2, "no drafter"),
         (3, "ngram"),
-        (6, "itself"),
-        (5, "itself, drawn"),
+        (4, "H"),
+        (5, "H probabilistic"),
+        (6, "dspark"),
+        (7, "M"),
     ],
 )
-def test_requests_that_leave_at_any_moment_leave_nothing(model, seed, drafter):
+def test_requests_that_leave_at_any_moment_leave_nothing(
+    model, tmp_path, seed, drafter
+):
     rng = random.Random(seed)
     kinds = [
         {"seed": 1, "logprobs": 2},
@@ -198,6 +215,7 @@ def test_requests_that_leave_at_any_moment_leave_nothing(model, seed, drafter):
     engine = make_drafting_engine(
         model,
         drafter,
+        tmp_path,
         num_gpu_blocks_override=9,
         max_num_batched_tokens=rng.choice([16, 40]),
         max_num_seqs=rng.choice([5, 16]),
@@ -226,3 +244,29 @@ def test_requests_that_leave_at_any_moment_leave_nothing(model, seed, drafter):
         [expected] = alone.run([requests[index]])
         assert visible(finished[request_id]) == visible(expected), index
     alone.shutdown()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_cache_that_is_forgotten_amid_a_run_changes_no_text(model, tmp_path, drafter):
+    """Neither what runs on, nor what is found of it afterwards."""
+    requests = [
+        (PROMPT * 2, SamplingParams(seed=seed, max_tokens=30, logit_bias=NEVER_NAN))
+        for seed in range(4)
+    ]
+    alone = TinyEngine(model, enable_prefix_caching=False)
+    expected = [visible(alone.run([request])[0]) for request in requests]
+    alone.shutdown()
+    engine = make_drafting_engine(model, drafter, tmp_path, max_num_batched_tokens=32)
+    for _ in range(2):
+        request_ids = [engine.add(*request) for request in requests]
+        finished = {}
+        for _ in range(4):
+            for _ in range(3):
+                outputs = engine.engine.step()
+                finished |= {output.request_id: output for output in outputs}
+            assert engine.engine.reset_prefix_cache()
+        last, errors = engine.drain()
+        assert errors == []
+        finished |= last
+        assert [visible(finished[one]) for one in request_ids] == expected
+    engine.shutdown()

@@ -1,6 +1,6 @@
 """Sampling features x conditions: a request says what it says alone, bit for bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def run_preempting(engine: TinyEngine) -> list[Outputs]:
     return [outputs]
 
 
-def run_in_order(engine: TinyEngine, names: list[str]) -> Outputs:
+def run_in_order(engine: TinyEngine, names: Sequence[str]) -> Outputs:
     outputs = engine.run([REQUESTS[name] for name in names])
     return dict(zip(names, outputs, strict=True))
 

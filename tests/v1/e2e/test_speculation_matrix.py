@@ -1,6 +1,8 @@
 """Features x drafters x conditions: speculation changes no token and no score."""
 
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,72 +10,22 @@ import pytest
 
 from tests.v1.e2e.test_feature_matrix import (
     CONDITIONS,
+    FEATURES,
     REQUESTS,
     TINY_POOL,
     Outputs,
+    Run,
+    run_in_order,
     run_together,
 )
-from tests.v1.e2e.tiny_drafter import save_tiny_drafter
-from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model, visible
+from tests.v1.e2e.tiny_drafter import DRAFTERS, KINDS, make_speculative_config
+from tests.v1.e2e.tiny_engine import TinyEngine, visible
 from vllm import _custom_ops as ops
 from vllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.skipif(
     not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
 )
-
-# By their use: H accepts nearly all, P rolls back all the time.
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "ngram": {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    },
-    "H": {"method": "draft_model", "num_speculative_tokens": 3},
-    "H probabilistic": {
-        "method": "draft_model",
-        "num_speculative_tokens": 4,
-        "draft_sample_method": "probabilistic",
-    },
-    "P": {"method": "draft_model", "num_speculative_tokens": 7},
-    "P probabilistic": {
-        "method": "draft_model",
-        "num_speculative_tokens": 2,
-        "draft_sample_method": "probabilistic",
-    },
-    "P, short context": {
-        "method": "draft_model",
-        "num_speculative_tokens": 3,
-        "max_model_len": 40,
-    },
-    "dspark": {"method": "dspark"},
-    "dspark probabilistic": {
-        "method": "dspark",
-        "draft_sample_method": "probabilistic",
-    },
-    "dspark rnn, reduced": {
-        "method": "dspark",
-        "num_speculative_tokens": 3,
-        "draft_sample_method": "probabilistic",
-    },
-    "dspark, short context": {"method": "dspark", "max_model_len": 40},
-    "dflash": {"method": "dflash"},
-}
-# What differs from a drafter of four tokens with a vanilla head.
-BLOCK_DRAFTERS: dict[str, dict[str, Any]] = {
-    "dspark rnn, reduced": {
-        "markov_head_type": "rnn",
-        "draft_ids": range(20, 200, 2),
-        "sample_from_anchor": False,
-        "block_size": 6,
-    },
-    "dflash": {
-        "markov_rank": 0,
-        "enable_confidence_head": False,
-        "confidence_head_with_markov": False,
-    },
-}
 
 
 def run_preempting(engine: TinyEngine) -> list[Outputs]:
@@ -128,45 +80,85 @@ RUNS = {
 } | {"preempting": (TINY_POOL, run_preempting), "unruly": (UNRULY, run_unruly)}
 
 
-@pytest.fixture(scope="module")
-def poor_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("poor"), seed=1)
+# Everything constrained but the grammar in Lark's notation, which it cannot read.
+XGRAMMARS = tuple(
+    name
+    for name, params in FEATURES.items()
+    if "structured_outputs" in params and name != "grammar"
+)
+Expect = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> dict[str, Any]:
-    alone = TinyEngine(model, enable_prefix_caching=False)
-    outputs = {
-        name: visible(alone.run([request])[0]) for name, request in REQUESTS.items()
-    }
-    alone.shutdown()
-    return outputs
+def expect(model: Path) -> Expect:
+    """What every request says alone and without drafts."""
+
+    @cache
+    def run_alone(
+        mode: str = "raw_logprobs",
+        grammar_backend: str = "auto",
+        names: tuple[str, ...] = tuple(REQUESTS),
+    ) -> dict[str, Any]:
+        alone = TinyEngine(
+            model,
+            enable_prefix_caching=False,
+            logprobs_mode=mode,
+            structured_outputs_config={"backend": grammar_backend},
+        )
+        outputs = {name: visible(alone.run([REQUESTS[name]])[0]) for name in names}
+        alone.shutdown()
+        return outputs
+
+    return run_alone
 
 
-@pytest.mark.parametrize("condition", RUNS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_feature_means_what_it_means_without_drafts(
-    model: Path,
-    poor_drafter: Path,
-    expected: dict[str, Any],
-    tmp_path: Path,
-    drafter: str,
-    condition: str,
-):
-    config = dict(DRAFTERS[drafter])
-    if config["method"] == "draft_model":
-        config["model"] = str(model if drafter.startswith("H") else poor_drafter)
-    elif config["method"] != "ngram":
-        changes = BLOCK_DRAFTERS.get(drafter, {})
-        config["model"] = str(save_tiny_drafter(tmp_path, model, **changes))
-    kwargs, run = RUNS[condition]
-    engine = TinyEngine(model, speculative_config=config, **kwargs)
+def find_wrong(engine: TinyEngine, run: Run, expected: dict[str, Any]) -> list[str]:
     rounds = run(engine)
     engine.shutdown()
-    wrong = [
+    return [
         name
         for outputs in rounds
         for name, output in outputs.items()
         if visible(output) != expected[name]
     ]
-    assert wrong == []
+
+
+@pytest.mark.parametrize("condition", RUNS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_feature_means_what_it_means_without_drafts(
+    model: Path, expect: Expect, tmp_path: Path, drafter: str, condition: str
+):
+    config = make_speculative_config(drafter, model, tmp_path)
+    kwargs, run = RUNS[condition]
+    engine = TinyEngine(model, speculative_config=config, **kwargs)
+    assert find_wrong(engine, run, expect()) == []
+
+
+@pytest.mark.parametrize(
+    "mode", ["processed_logprobs", "raw_logits", "processed_logits"]
+)
+@pytest.mark.parametrize("drafter", KINDS)
+def test_every_mode_of_logprobs_shows_what_it_shows_without_drafts(
+    model: Path, expect: Expect, tmp_path: Path, drafter: str, mode: str
+):
+    config = make_speculative_config(drafter, model, tmp_path)
+    engine = TinyEngine(
+        model, speculative_config=config, logprobs_mode=mode, max_num_batched_tokens=90
+    )
+    assert find_wrong(engine, run_together, expect(mode)) == []
+
+
+@pytest.mark.parametrize("drafter", KINDS)
+def test_grammars_of_the_other_backend_mean_what_they_mean_without_drafts(
+    model: Path, expect: Expect, tmp_path: Path, drafter: str
+):
+    config = make_speculative_config(drafter, model, tmp_path)
+    engine = TinyEngine(
+        model,
+        speculative_config=config,
+        structured_outputs_config={"backend": "xgrammar"},
+    )
+    expected = expect(grammar_backend="xgrammar", names=XGRAMMARS)
+    outputs = run_in_order(engine, XGRAMMARS)
+    engine.shutdown()
+    assert {name: visible(output) for name, output in outputs.items()} == expected

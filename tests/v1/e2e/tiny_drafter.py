@@ -1,4 +1,4 @@
-"""Drafters of blocks for the tiny model of the engine tests."""
+"""Drafters for the tiny model of the engine tests."""
 
 import json
 from dataclasses import replace
@@ -9,12 +9,108 @@ import torch
 
 from tests.model_executor.dspark_harness import make_drafter
 from tests.model_executor.harness import load
+from tests.v1.e2e.tiny_engine import save_tiny_model
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
 from vllm.speculator_training.checkpoint import Verifier, save_speculator
 from vllm.speculator_training.modeling import DSparkTrainingModel
 from vllm.transformers_utils.configs.dspark import DSparkConfig, parse_dspark_config
 
 MASK_ID = 256
+
+# By their use: H accepts nearly all, P rolls back all the time, M accepts now so many
+# and now so many.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    },
+    "H": {"method": "draft_model", "num_speculative_tokens": 3},
+    "H probabilistic": {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "draft_sample_method": "probabilistic",
+    },
+    "M": {"method": "draft_model", "num_speculative_tokens": 5},
+    "M probabilistic": {
+        "method": "draft_model",
+        "num_speculative_tokens": 5,
+        "draft_sample_method": "probabilistic",
+    },
+    "P": {"method": "draft_model", "num_speculative_tokens": 7},
+    "P probabilistic": {
+        "method": "draft_model",
+        "num_speculative_tokens": 2,
+        "draft_sample_method": "probabilistic",
+    },
+    "P, short context": {
+        "method": "draft_model",
+        "num_speculative_tokens": 3,
+        "max_model_len": 40,
+    },
+    "dspark": {"method": "dspark"},
+    "dspark probabilistic": {
+        "method": "dspark",
+        "draft_sample_method": "probabilistic",
+    },
+    "dspark rnn, reduced": {
+        "method": "dspark",
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+    },
+    "dspark, short context": {"method": "dspark", "max_model_len": 40},
+    "dspark of special tokens": {"method": "dspark"},
+    "dflash": {"method": "dflash"},
+}
+# One of each kind.
+KINDS = ("ngram", "H", "M", "P probabilistic", "dspark probabilistic", "dflash")
+# What differs from a target, and from a drafter of four tokens with a vanilla head.
+_MODELS: dict[str, dict[str, Any]] = {
+    "M": {"blur": 0.05},
+    "M probabilistic": {"blur": 0.05},
+    "P": {"seed": 1},
+    "P probabilistic": {"seed": 1},
+    "P, short context": {"seed": 1},
+}
+_BLOCK_DRAFTERS: dict[str, dict[str, Any]] = {
+    "dspark rnn, reduced": {
+        "markov_head_type": "rnn",
+        "draft_ids": range(20, 200, 2),
+        "sample_from_anchor": False,
+        "block_size": 6,
+    },
+    # The end of a sequence, and ids that no text holds.
+    "dspark of special tokens": {"draft_ids": range(259, 268)},
+    "dflash": {
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    },
+}
+
+
+def make_speculative_config(
+    drafter: str, model: Path, folder: Path, alphabet: str = "", **keys: Any
+) -> dict[str, Any]:
+    """Write a drafter of the table; return the configuration that names it.
+
+    Args:
+        folder: for its checkpoint, if it has one of its own.
+        alphabet: of the target.
+        keys: other values than the table's.
+    """
+    config = DRAFTERS[drafter] | keys
+    if config["method"] == "draft_model":
+        config["model"] = str(model)
+        if drafter in _MODELS:
+            config["model"] = str(
+                save_tiny_model(folder, alphabet=alphabet, **_MODELS[drafter])
+            )
+    elif config["method"] != "ngram":
+        changes = _BLOCK_DRAFTERS.get(drafter, {})
+        config["model"] = str(save_tiny_drafter(folder, model, **changes))
+    return config
 
 
 def load_tiny_target(model: Path) -> DenseCausalLM:

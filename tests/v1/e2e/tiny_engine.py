@@ -1,6 +1,7 @@
 """A small random model with sharp logits, and the engine on it, in this process."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,29 +13,42 @@ from tests.v1.engine.fakes import NUM_PADDED_IDS, make_tokenizer, save_tokenizer
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
 
 MAX_MODEL_LEN = 128
 # A padded id, which no text holds.
 NAN_ID = make_tokenizer().get_vocab_size()
+VOCAB_SIZE = NAN_ID + NUM_PADDED_IDS
 _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS = 32, 48, 4, 2, 16, 2
 _MAX_STEPS = 5000
 
 
-def save_tiny_model(directory: Path, seed: int = 0) -> Path:
+def save_tiny_model(
+    directory: Path,
+    seed: int = 0,
+    blur: float = 0.0,
+    alphabet: str = "",
+    vocab_size: int = VOCAB_SIZE,
+) -> Path:
     """Write a Llama checkpoint with a byte-level tokenizer.
+
+    Args:
+        blur: share of noise in the layers' weights: of small shares, the model often
+            says what the one without noise says.
+        alphabet: characters, at least two, beside which it says nothing; "" for all.
+        vocab_size: more than the tokenizer has for a drafter of another model.
 
     The padded ids at the end of the vocabulary have one embedding, as in many real
     checkpoints: their logits are equal in every row. Whoever reads the token NAN_ID has
     NaN for logits; the head can say it as any other.
     """
-    vocab_size = make_tokenizer().get_vocab_size() + NUM_PADDED_IDS
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -60,6 +74,14 @@ def save_tiny_model(directory: Path, seed: int = 0) -> Path:
             f"{prefix}.mlp.up_proj.weight": draw(_INTERMEDIATE, _HIDDEN),
             f"{prefix}.mlp.down_proj.weight": draw(_HIDDEN, _INTERMEDIATE),
         }
+    if alphabet:
+        ids = [make_tokenizer().token_to_id(char) for char in alphabet]
+        head = torch.zeros_like(embedding)
+        head[ids] = 6 * embedding[ids]
+        weights["lm_head.weight"] = head
+    if blur > 0:
+        for name in filter(lambda name: name.endswith("proj.weight"), weights):
+            weights[name] += blur * draw(*weights[name].shape)
     embedding[NAN_ID] = float("nan")
     save_file(weights, directory / "model.safetensors")
     config = {
@@ -89,6 +111,9 @@ class ProbedExecutor(UniProcExecutor):
         self.num_preempted = 0
         # Requests that came back after a preemption with a part of their output.
         self.resumed: set[str] = set()
+        # Accepted drafts -> how often a step verified drafts and accepted so many.
+        self.accepted: Counter[int] = Counter()
+        self._drafts: dict[str, list[int]] = {}
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -103,7 +128,15 @@ class ProbedExecutor(UniProcExecutor):
             for request in scheduler_output.scheduled_new_reqs
             if len(request.prefill_token_ids) > len(request.prompt_token_ids)
         }
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
         super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        output = super().sample_tokens(grammar_output)
+        for req_id in self._drafts:
+            batch_idx = output.req_id_to_index[req_id]
+            self.accepted[len(output.sampled_token_ids[batch_idx]) - 1] += 1
+        return output
 
 
 class TinyEngine:
@@ -131,11 +164,16 @@ class TinyEngine:
         self.executors.append(ProbedExecutor(vllm_config))
         return self.executors[-1]
 
-    def add(self, prompt: Any, params: SamplingParams) -> str:
+    def add(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+    ) -> str:
         request_id = str(self._num_requests)
         self._num_requests += 1
         params = params.clone()
-        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.output_kind = output_kind
         self.engine.add_request(request_id, prompt, params)
         return request_id
 
@@ -147,6 +185,21 @@ class TinyEngine:
         finished, errors = self.drain()
         assert errors == []
         return [finished[request_id] for request_id in request_ids]
+
+    def stream(
+        self, requests: Sequence[tuple[Any, SamplingParams]]
+    ) -> list[list[CompletionOutput]]:
+        """Run the requests together; return the deltas of each in order."""
+        streams: dict[str, list[CompletionOutput]] = {
+            self.add(*request, RequestOutputKind.DELTA): [] for request in requests
+        }
+        for _ in range(_MAX_STEPS):
+            if not self.engine.has_unfinished_requests():
+                break
+            for output in self.engine.step():
+                streams[output.request_id] += output.outputs
+        self.engine.check_integrity()
+        return list(streams.values())
 
     def drain(self) -> tuple[dict[str, RequestOutput], list[Exception]]:
         """Step until nothing is left; return what ended well, and the errors."""
