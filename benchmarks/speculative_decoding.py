@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     },
     "dspark": {"method": "dspark"},
 }
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+COUNTERS = ("num_drafts", "num_admitted_tokens", "num_accepted_tokens")
 
 
 def make_engine(
@@ -124,7 +124,7 @@ def summarise(
     }
     figures: dict[str, dict[str, float | None]] = {}
     for name, given in answers.items():
-        num_drafts, num_draft_tokens, num_accepted = (
+        num_drafts, num_verified, num_accepted = (
             sum(one[counter] for one in given) for counter in COUNTERS
         )
         ratios = [
@@ -135,9 +135,7 @@ def summarise(
             "tokens_per_s": statistics.median(rates[name]),
             "ratio_to_off": statistics.median(ratios),
             "accepted_length": 1 + num_accepted / num_drafts if num_drafts else None,
-            "acceptance_rate": (
-                num_accepted / num_draft_tokens if num_draft_tokens else None
-            ),
+            "acceptance_rate": (num_accepted / num_verified if num_verified else None),
         }
     return figures
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ class Worker:
         """Give an order, and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
+        line = ""
+        with suppress(BrokenPipeError):
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
         if not line:
             raise SystemExit("an engine ended before its answer: see above")
         return dict(json.loads(line))

@@ -1,7 +1,7 @@
 """What every test needs: a device, and Triton's interpreter where there is no GPU."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,6 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what engines remember from one start to the next away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     VLLM_GRAMMAR_CACHE_ENTRIES: int
     VLLM_GRAMMAR_CACHE_BYTES: int
     VLLM_LOG_STATS_INTERVAL: float
+    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN: int
 
 
 def _integer(name: str, default: int, minimum: int = 0) -> Callable[[], int]:
@@ -122,6 +123,10 @@ _READERS: dict[str, Callable[[], Any]] = {
     "VLLM_COMPUTE_NANS_IN_LOGITS": _flag("VLLM_COMPUTE_NANS_IN_LOGITS", False),
     # Seconds between two lines of statistics in the log.
     "VLLM_LOG_STATS_INTERVAL": _number("VLLM_LOG_STATS_INTERVAL", 10.0),
+    # Tokens in front of those of the steps that are timed before the first request.
+    "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN": _integer(
+        "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN", 8192
+    ),
 }
 
 

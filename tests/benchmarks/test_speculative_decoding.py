@@ -24,7 +24,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def answer(token_ids: list[int], elapsed_s: float, *counts: int) -> dict[str, object]:
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    names = ("num_drafts", "num_admitted_tokens", "num_accepted_tokens")
     counters = dict(zip(names, counts or (0, 0, 0), strict=True))
     return {"token_ids": token_ids, "elapsed_s": elapsed_s, **counters}
 

@@ -62,12 +62,14 @@ class Server:
         base_url: without the /v1.
         log_path: its standard error.
         num_drafts: that a request can have in a step.
+        is_adaptive: how many of them are verified, or proposed at all, depends on time.
     """
 
     base_url: str
     process: subprocess.Popen[bytes]
     log_path: Path
     num_drafts: int = 0
+    is_adaptive: bool = False
 
     @property
     def client(self) -> openai.OpenAI:
@@ -170,12 +172,17 @@ def drafting(
         # Skips where there is none.
         drafter = load_dspark_config(request.getfixturevalue("embedded_drafter"))
         running = request.getfixturevalue("server")
-        yield replace(running, num_drafts=drafter.num_draft_tokens)
+        num_drafts = drafter.num_draft_tokens
+        yield replace(running, num_drafts=num_drafts, is_adaptive=True)
         return
     config = make_speculative_config(request.param, drafters)
     flags = ("--speculative-config", json.dumps(config))
     running = start_server(*LIMITS, *DETAILS, *flags, env=LOGS)
-    yield replace(running, num_drafts=config["num_speculative_tokens"])
+    yield replace(
+        running,
+        num_drafts=config["num_speculative_tokens"],
+        is_adaptive=config.get("enable_adaptive_verification", False),
+    )
     stop_server(running)
 
 

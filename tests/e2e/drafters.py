@@ -1,5 +1,6 @@
 """Drafters for the embedded model: itself, n-grams, and random nets of each kind."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "dflash": {"method": "dflash", "num_speculative_tokens": 2},
 }
+# Of these drafts, steps verify as many as pay: at first by this table, in which a
+# token costs next to nothing among few, and nearly all among many.
+ADAPTIVE = "dspark adaptive"
+_CONFIGS[ADAPTIVE] = _CONFIGS["dspark"] | {"enable_adaptive_verification": True}
+_COSTS = {
+    "draft_curve": [[1, 1], [64, 10]],
+    "verify_curve": [[1, 20], [8, 21], [64, 150], [512, 1300]],
+}
 DRAFTERS = (ITS_OWN, *_CONFIGS)
 _BLOCK_SIZE = 3
 _DRAFT_IDS = torch.arange(20, 2068)
@@ -48,16 +57,21 @@ _MASK_TOKEN_ID = 5
 def make_speculative_config(drafter: str, folders: dict[str, Path]) -> dict[str, Any]:
     """Return the configuration of a drafter; H is the embedded model itself."""
     config = dict(_CONFIGS[drafter])
+    if drafter == ADAPTIVE:
+        config["cost_table"] = str(folders["costs"])
     if drafter == "H":
         config["model"] = resolve_model_path(None)
+    elif config["method"] in folders:
+        config["model"] = str(folders[config["method"]])
     elif drafter in folders:
         config["model"] = str(folders[drafter])
     return config
 
 
 def save_drafters(folder: Path) -> dict[str, Path]:
-    """Write the random drafters; return their folders."""
-    folders = {name: folder / name for name in RANDOM_DRAFTERS}
+    """Write the random drafters; return their folders, and the table of costs."""
+    folders = {name: folder / name for name in (*RANDOM_DRAFTERS, "costs")}
+    folders["costs"].write_text(json.dumps(_COSTS))
     folders["P"].mkdir()
     # Its context is shorter than the target's, and after one token it says NaN.
     vocab_size = load_hf_config(resolve_model_path(None)).vocab_size

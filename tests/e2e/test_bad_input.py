@@ -1,12 +1,14 @@
 """Everything wrong that a client can send, in a row, on one server."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
+from tests.e2e.drafters import ADAPTIVE, ITS_OWN
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -178,16 +180,21 @@ def test_an_unknown_model_is_not_found(server: Server):
     assert response.json()["error"]["type"] == "NotFoundError"
 
 
-def test_after_all_of_it_the_server_answers_as_before(server: Server):
+@pytest.mark.parametrize("drafting", [ITS_OWN, ADAPTIVE], indirect=True)
+def test_beside_and_after_all_of_it_the_server_answers_as_before(drafting: Server):
     body = {"model": MODEL, "temperature": 0, "max_tokens": 16, **GOOD[CHAT]}
 
     def ask() -> Any:
-        response = httpx.post(f"{server.base_url}{CHAT}", json=body, timeout=60)
+        response = httpx.post(f"{drafting.base_url}{CHAT}", json=body, timeout=60)
         return response.json()["choices"][0]["message"]["content"]
 
     before = ask()
-    for path, added, _ in BAD.values():
-        bad = {"model": MODEL, "max_tokens": 5, **GOOD[path], **added}
-        assert httpx.post(f"{server.base_url}{path}", json=bad, timeout=30).is_error
+    with ThreadPoolExecutor(1) as pool:
+        beside = [pool.submit(ask) for _ in range(4)]
+        for path, added, _ in BAD.values():
+            bad = {"model": MODEL, "max_tokens": 5, **GOOD[path], **added}
+            response = httpx.post(f"{drafting.base_url}{path}", json=bad, timeout=30)
+            assert response.is_error
+        assert [answer.result() for answer in beside] == [before] * 4
     assert ask() == before
-    server.check_idle()
+    drafting.check_idle()

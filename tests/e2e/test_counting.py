@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server
-from tests.e2e.drafters import NO_DRAFTER
+from tests.e2e.drafters import ITS_OWN, NO_DRAFTER
 from tests.e2e.mixed_requests import CITY, schema
 
 CHAT = "/v1/chat/completions"
@@ -122,7 +122,7 @@ def join_chunks(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 with_and_without_drafts = pytest.mark.parametrize(
-    "drafting", [NO_DRAFTER, "H"], indirect=True
+    "drafting", [NO_DRAFTER, "H", ITS_OWN], indirect=True
 )
 
 
@@ -191,7 +191,7 @@ def test_a_new_score_of_the_answer_agrees_with_it(
         assert all(abs(one - other) < 1e-3 for one, other in pairs)
 
 
-@pytest.mark.parametrize("drafting", ["H"], indirect=True)
+@pytest.mark.parametrize("drafting", ["H", ITS_OWN], indirect=True)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_answer_is_the_same_with_drafts(
     plain_server: Server, drafting: Server, name: str

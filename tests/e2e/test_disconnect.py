@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
-from tests.e2e.drafters import NO_DRAFTER
+from tests.e2e.drafters import ADAPTIVE, NO_DRAFTER
 
 GONE_WITHIN_S = 2.0
 BODY: dict[str, Any] = {
@@ -42,7 +42,7 @@ async def _leave_many(server: Server, body: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("drafting", [NO_DRAFTER, "H", "dspark"], indirect=True)
+@pytest.mark.parametrize("drafting", [NO_DRAFTER, "H", ADAPTIVE], indirect=True)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_abandoned_request_is_freed(drafting: Server, variant: str):
     asyncio.run(_leave_many(drafting, BODY | VARIANTS[variant]))

@@ -22,7 +22,7 @@ def engine_pid(server: Server) -> int:
 
 
 def test_a_killed_engine_is_told_to_all_and_ends_the_server():
-    server = start_server("--max-model-len", "768", "--num-gpu-blocks-override", "96")
+    server = start_server("--max-model-len", "768", "--speculative-config", "null")
     body: dict[str, Any] = {"prompt": "The sea", "max_tokens": 700, "ignore_eos": True}
     answers: dict[bool, tuple[int, str]] = {}
 

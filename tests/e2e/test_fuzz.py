@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server
-from tests.e2e.drafters import NO_DRAFTER
+from tests.e2e.drafters import ADAPTIVE, NO_DRAFTER
 
 NUM_REQUESTS = 240
 AT_ONCE = 8
@@ -101,7 +101,7 @@ async def _send_all(server: Server) -> list[tuple[int, str]]:
         return await asyncio.gather(*map(one, range(NUM_REQUESTS)))
 
 
-@pytest.mark.parametrize("drafting", [NO_DRAFTER, "dspark"], indirect=True)
+@pytest.mark.parametrize("drafting", [NO_DRAFTER, ADAPTIVE], indirect=True)
 def test_random_requests_are_answered_or_refused_and_change_nothing(drafting: Server):
     plain = {"prompt": "The sea is", "max_tokens": 12, "temperature": 0, "logprobs": 1}
 

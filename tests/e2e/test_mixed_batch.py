@@ -70,12 +70,20 @@ def test_an_answer_alone_is_what_its_request_allows(alone: list[dict[str, Any]])
 
 @pytest.mark.parametrize("drafting", [NO_DRAFTER, *DRAFTERS], indirect=True)
 def test_every_answer_of_a_full_batch_equals_the_answer_alone(
-    drafting: Server, alone: list[dict[str, Any]]
+    drafting: Server, alone: list[dict[str, Any]], request: pytest.FixtureRequest
 ):
     """Text, ids, reason, usage and scores, bit for bit: no tie may fall otherwise."""
     preemptions = drafting.metric("vllm:num_preemptions_total")
     together = asyncio.run(_send_all(drafting, at_once=NUM_REQUESTS))
     for number, one, other in zip(NUMBERS, together, alone, strict=True):
         assert visible(one) == visible(other), (number, kind_of(number))
-    assert drafting.metric("vllm:num_preemptions_total") > preemptions
+    # Where nearly all drafts are accepted, answers end before the cache is full.
+    if request.node.callspec.params["drafting"] != "H":
+        assert drafting.metric("vllm:num_preemptions_total") > preemptions
+    if drafting.is_adaptive:
+        drafted, admitted = (
+            drafting.metric(f"vllm:spec_decode_num_{name}_tokens_total")
+            for name in ("draft", "admitted")
+        )
+        assert drafted > admitted > 0
     drafting.check_idle()

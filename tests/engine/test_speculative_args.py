@@ -182,6 +182,60 @@ def test_only_drawn_drafts_have_distributions(tmp_path):
     assert not config.has_draft_distributions
 
 
+def test_all_drafts_are_verified_unless_fewer_are_asked_for():
+    config = resolve_speculative_config(NGRAM, target())
+    assert not config.enable_adaptive_verification
+    keys = NGRAM | {"enable_adaptive_verification": True}
+    assert resolve_speculative_config(keys, target()).enable_adaptive_verification
+
+
+def test_the_drafter_of_a_model_with_its_own_is_verified_adaptively(own):
+    assert resolve_speculative_config("auto", own).enable_adaptive_verification
+    for keys, is_adaptive in (
+        ({"num_speculative_tokens": 3}, True),
+        ({"enable_adaptive_verification": False}, False),
+        (NGRAM, False),
+    ):
+        config = resolve_speculative_config(keys, own)
+        assert config.enable_adaptive_verification == is_adaptive
+
+
+ADAPTIVE = NGRAM | {"enable_adaptive_verification": True}
+COSTS = {"draft_curve": [[1, 2]], "verify_curve": [[1, 20], [4, 21]]}
+
+
+def test_a_cost_table_is_read_when_the_engine_is_configured(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(COSTS))
+    config = resolve_speculative_config(ADAPTIVE | {"cost_table": str(path)}, target())
+    assert config.cost_profile.verify_curve == ((1, 20.0), (4, 21.0))
+    assert resolve_speculative_config(ADAPTIVE, target()).cost_profile is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "document", "message"),
+    [
+        (ADAPTIVE, COSTS | {"draft_curve": []}, "draft_curve must be a list"),
+        (ADAPTIVE, None, "cannot be read"),
+        (NGRAM, COSTS, "needs enable_adaptive_verification to be true"),
+        (
+            NGRAM | {"enable_adaptive_verification": False},
+            COSTS,
+            "needs enable_adaptive_verification to be true",
+        ),
+    ],
+)
+def test_a_cost_table_that_is_none_or_would_be_unread_is_refused(
+    tmp_path, keys, document, message
+):
+    path = tmp_path / "costs.json"
+    if document is not None:
+        path.write_text(json.dumps(document))
+    with pytest.raises(VLLMValidationError, match=message) as info:
+        resolve_speculative_config(keys | {"cost_table": str(path)}, target())
+    assert info.value.parameter == "speculative_config.cost_table"
+
+
 SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
 
 
@@ -192,6 +246,7 @@ SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
         (NGRAM | {"method": "ngarm"}, "method"),
         (NGRAM | {"method": ["ngram"]}, "method"),
         (NGRAM | {"lookup_max": 3}, "lookup_max"),
+        (NGRAM | {1: 2}, "1"),
         ({"method": "ngram"}, "num_speculative_tokens"),
         (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens"),
         (NGRAM | {"num_speculative_tokens": 65}, "num_speculative_tokens"),
@@ -230,6 +285,12 @@ SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
             {"model": "m", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
             "prompt_lookup_max",
         ),
+        (NGRAM | {"enable_adaptive_verification": 1}, "enable_adaptive_verification"),
+        (
+            NGRAM | {"enable_adaptive_verification": "true"},
+            "enable_adaptive_verification",
+        ),
+        (NGRAM | {"cost_table": 5}, "cost_table"),
         ({"model": "", "num_speculative_tokens": 2}, "model"),
         ({"model": 5, "num_speculative_tokens": 2}, "model"),
     ],

@@ -77,6 +77,21 @@ KERNELS = {
     "worker.gpu.spec_decode.accepted_prefix._take_accepted_prefix_kernel": (
         "*i1 *i64 *i32 *i64 *i32 i32 8"
     ),
+    "worker.gpu.spec_decode.admitted_drafts._admit_drafts_kernel": (
+        "*fp32 *i32 *i32 i32 i32 i32 8 256"
+    ),
+    "worker.gpu.spec_decode.admitted_drafts._compute_survivals_kernel": (
+        "*fp32 i32 *i32 *i32 *fp32 i32"
+    ),
+    "worker.gpu.spec_decode.confidence.certainty._compute_certainty_kernel": (
+        "*fp32 i32 *i32 *fp32 *fp32 i32 fp32 2048"
+    ),
+    "worker.gpu.spec_decode.confidence.curves._read_curves_kernel": (
+        "*fp32 *fp32 i32 i32 *i32 *fp32 *i1 *fp32 *i32 i32 fp32 fp32 17 256 8"
+    ),
+    "worker.gpu.spec_decode.confidence.outcomes._count_outcomes_kernel": (
+        "*i32 *i32 *i32 *i32 *i32 i32 i32 256 8"
+    ),
     "worker.gpu.spec_decode.draft_model.inputs._gather_committed_inputs_kernel": (
         "*i32 i32 *i32 *i32 *i64 *i32 *i32 i32 i32 i32 *i64 *i64 *i64 *i32 *i64 256"
     ),
@@ -90,13 +105,16 @@ KERNELS = {
         "*i64 *i64 *i32 i32 i32 i32 i32 i32 *i64 *i64 *i64 *i32 8"
     ),
     "worker.gpu.spec_decode.ngram.lookup._propose_ngram_kernel": (
-        "*i32 i32 *i32 *i32 *i64 *i32 i32 i32 i32 5 1024 4"
+        "*i32 i32 *i32 *i32 *i64 *i32 *i32 i32 i32 i32 5 32 1024 4"
     ),
     "worker.gpu.spec_decode.rejection_sampler._flatten_sampled_kernel": (
         "*i64 i32 *i32 *i64 8"
     ),
     "worker.gpu.spec_decode.residual._write_residual_logits_kernel": (
         "*fp32 i32 *fp32 i32 i32 *i1 *i32 *i32 i32 2048"
+    ),
+    "worker.gpu.spec_decode.verified_layout._add_and_sum_kernel": (
+        "*i32 *i32 *i32 *i32 i32 1024"
     ),
     "worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
         "*fp32 i32 *i32 i32 *i32 *i32 i32 i32 i32 i32 8192"

@@ -13,6 +13,48 @@ WORDS = (
     "before the long tunnel under white mountains where snow stays until late summer"
 )
 
+# What a chat asks, and about what: each with each, so that no two prompts are alike.
+_TASKS = (
+    "Explain {} to a child of ten.",
+    "Write a short story about {}.",
+    "List five facts about {}, one a line.",
+    "What are the advantages and disadvantages of {}?",
+    "Write a polite e-mail to a friend about {}.",
+    "Give step-by-step instructions for someone who has never heard of {}.",
+    "Write a small Python program about {}, with comments.",
+    "Summarise the history of {} in one paragraph.",
+    "Write a poem of eight lines about {}.",
+    "Make a table with three rows and two columns about {}.",
+    "Invent a dialogue between a teacher and a pupil about {}.",
+    "Which questions would you ask an expert on {}?",
+)
+_TOPICS = (
+    "bicycles",
+    "the moon",
+    "baking bread",
+    "chess",
+    "volcanoes",
+    "public libraries",
+    "honey bees",
+    "sailing ships",
+    "prime numbers",
+    "electric cars",
+    "winter sports",
+    "coffee",
+    "ancient Egypt",
+    "recycling",
+    "jazz music",
+    "the human heart",
+    "gardening",
+    "railways",
+    "photography",
+    "coral reefs",
+    "clocks",
+    "maps",
+    "glass",
+    "rain",
+)
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -58,6 +100,13 @@ def random_requests(
             prompt = rng.choices(token_pool, k=num_input)
         requests.append(SampleRequest(prompt, num_input, num_output))
     return requests
+
+
+def chat_prompts(num_prompts: int, seed: int) -> list[str]:
+    """Return what users could ask, in an order drawn by the seed; again if too few."""
+    prompts = [task.format(topic) for task in _TASKS for topic in _TOPICS]
+    random.Random(seed).shuffle(prompts)
+    return [prompts[i % len(prompts)] for i in range(num_prompts)]
 
 
 def file_requests(

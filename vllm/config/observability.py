@@ -15,6 +15,7 @@ class ObservabilityConfig:
         enable_log_outputs: log each finished output, cut to a sane length.
         enable_per_request_metrics: answers tell the times of their request.
         per_request_spec_decode_metrics: one of SPEC_DECODE_METRICS_LEVELS.
+        enable_dashboard: keep what the server's dashboard shows, texts included.
     """
 
     disable_log_stats: bool = False
@@ -22,6 +23,7 @@ class ObservabilityConfig:
     enable_log_outputs: bool = False
     enable_per_request_metrics: bool = False
     per_request_spec_decode_metrics: str = "none"
+    enable_dashboard: bool = False
 
     @property
     def has_spec_decode_metrics(self) -> bool:

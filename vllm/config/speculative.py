@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from vllm.config.cost_profile import CostProfile
 from vllm.transformers_utils.config import HfConfig
 from vllm.transformers_utils.configs.dspark import DSparkConfig
 
@@ -31,6 +32,10 @@ class SpeculativeConfig:
             draft there is accepted; non-increasing.
         prompt_lookup_min: shortest suffix that ngram looks for.
         prompt_lookup_max: longest one; longer matches win.
+        enable_adaptive_verification: each step verifies the number of drafts with most
+            tokens a second, and none are proposed where that pays more; otherwise every
+            draft is verified.
+        cost_profile: what steps cost, by a file of the user; None: it is measured.
     """
 
     method: str
@@ -44,6 +49,8 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] = field(default=())
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
+    enable_adaptive_verification: bool = False
+    cost_profile: CostProfile | None = None
 
     @property
     def has_draft_distributions(self) -> bool:

@@ -109,6 +109,7 @@ class EngineArgs:
     enable_log_outputs: bool = False
     enable_per_request_metrics: bool = False
     per_request_spec_decode_metrics: str = "none"
+    enable_dashboard: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -138,6 +139,10 @@ class EngineArgs:
         share = self.gpu_memory_utilization
         if not (math.isfinite(share) and 0.0 < share <= 1.0):
             raise invalid("gpu_memory_utilization", "must be in (0, 1]", share)
+        if self.enable_dashboard and self.disable_log_stats:
+            raise invalid(
+                "enable_dashboard", "needs statistics, without disable_log_stats", True
+            )
         self._structured_outputs_config()
         check_speculative_config(self.speculative_config)
         _check_override(self.override_generation_config or {})
@@ -204,6 +209,7 @@ class EngineArgs:
                 enable_log_outputs=self.enable_log_outputs,
                 enable_per_request_metrics=self.enable_per_request_metrics,
                 per_request_spec_decode_metrics=self.per_request_spec_decode_metrics,
+                enable_dashboard=self.enable_dashboard,
             ),
         )
 

@@ -220,3 +220,9 @@ def _add_observability_flags(group: _Group) -> None:
         "detailed with the numbers of each step",
         choices=SPEC_DECODE_METRICS_LEVELS,
     )
+    group.add(
+        "--enable-dashboard",
+        "serve a page at /dashboard that shows what speculation does; it shows the "
+        "texts of the last answers to whoever may read it",
+        action="store_true",
+    )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config.cost_profile import CostProfile, read_cost_profile
 from vllm.config.speculative import (
     BLOCK_METHODS,
     DRAFT_SAMPLE_METHODS,
@@ -52,6 +53,8 @@ class _Keys:
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     max_model_len: int | None = None
+    enable_adaptive_verification: bool | None = None
+    cost_table: str | None = None
 
 
 def check_speculative_config(values: dict[str, Any] | str | None) -> None:
@@ -71,8 +74,8 @@ def check_speculative_config(values: dict[str, Any] | str | None) -> None:
     for key in values:
         if key not in known:
             raise VLLMValidationError(
-                f"unknown key {_PREFIX}{key}{did_you_mean(key, known)}",
-                parameter=_PREFIX + key,
+                f"unknown key {_PREFIX}{key}{did_you_mean(str(key), known)}",
+                parameter=f"{_PREFIX}{key}",
             )
     keys = _Keys(**values)
     # A method that is left open is the checkpoint's own; a mapping without anything in
@@ -90,6 +93,14 @@ def check_speculative_config(values: dict[str, Any] | str | None) -> None:
         keys.rejection_sample_method,
         REJECTION_SAMPLE_METHODS,
     )
+    if not isinstance(keys.enable_adaptive_verification, bool | None):
+        raise invalid(
+            _PREFIX + "enable_adaptive_verification",
+            "must be true or false",
+            keys.enable_adaptive_verification,
+        )
+    if keys.cost_table is not None and not isinstance(keys.cost_table, str):
+        raise invalid(_PREFIX + "cost_table", "must name a file", keys.cost_table)
     _check_integers(keys)
     _check_lookup(keys)
     if keys.num_speculative_tokens is not None:
@@ -132,11 +143,15 @@ def resolve_speculative_config(
     # checkpoint that is named drafts as upstream.
     is_own = keys.model is None and drafter.path is not None
     usual = "probabilistic" if is_own else "greedy"
+    is_adaptive = keys.enable_adaptive_verification
+    if is_adaptive is None:
+        is_adaptive = is_own and is_embedded_model(target.model)
     keys = replace(
         keys,
         method=drafter.method,
         num_speculative_tokens=_choose_num_drafts(keys, drafter),
         draft_sample_method=keys.draft_sample_method or usual,
+        enable_adaptive_verification=is_adaptive,
     )
     return _make_config(keys, drafter, target)
 
@@ -210,6 +225,7 @@ def _make_config(
     assert keys.method is not None, "the drafter's"
     assert keys.num_speculative_tokens is not None, "the drafter's, if left open"
     assert keys.draft_sample_method is not None, "chosen if left open"
+    assert keys.enable_adaptive_verification is not None, "chosen if left open"
     asked, own = keys.max_model_len, drafter.max_position_embeddings
     max_model_len = min(filter(None, (target.max_model_len, asked, own)))
     _check_block_fits(drafter.dspark_config, max_model_len)
@@ -226,6 +242,8 @@ def _make_config(
         synthetic_acceptance_rates=_resolve_rates(keys),
         prompt_lookup_min=lookup_min,
         prompt_lookup_max=lookup_max,
+        enable_adaptive_verification=keys.enable_adaptive_verification,
+        cost_profile=_read_cost_table(keys),
     )
 
 
@@ -326,6 +344,17 @@ def _resolve_rates(keys: _Keys) -> tuple[float, ...]:
             rates,
         )
     return tuple(float(rate) for rate in numbers)
+
+
+def _read_cost_table(keys: _Keys) -> CostProfile | None:
+    if keys.cost_table is None:
+        return None
+    parameter = _PREFIX + "cost_table"
+    if not keys.enable_adaptive_verification:
+        raise invalid(
+            parameter, "needs enable_adaptive_verification to be true", keys.cost_table
+        )
+    return read_cost_profile(keys.cost_table, parameter)
 
 
 def _is_number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import platform
 from typing import Protocol
 
 from vllm import envs
@@ -75,6 +76,22 @@ def default_dtype(device: str, hf_config: SavedDtype) -> str:
     import torch
 
     return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+
+
+def device_name(device: str) -> str:
+    """Return what the device calls itself."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def available_memory_bytes(device: str) -> int:

@@ -102,49 +102,81 @@ def fit_target(
     """Fit what the drafts of a block are to say, by ridge regression."""
     _, deviations = store.measure_taps(indices)
     scales = deviations.reciprocal().float()
-    size = 1 + scales.shape[0]
-    hidden_size = model.embedding.shape[1]
-    gram = torch.zeros(size + hidden_size, size + hidden_size, dtype=torch.float64)
     embedding_scale = float(model.embedding.square().mean().rsqrt())
-    cross: torch.Tensor | None = None
-    total = 0.0
+    hidden_size = model.embedding.shape[1]
+    sums = _Sums(1 + len(scales) + hidden_size, hidden_size)
     num_drafts = min(_NUM_FITTED_DRAFTS, model.config.num_draft_tokens)
     weights = compute_position_weights(num_drafts, _FIT_DECAY).tolist()
     for idx in indices:
         (features,) = store.get([idx])
         sequence = store.sequences[idx]
         taps = features.states[:, :-1].flatten(1) * scales
+        token_ids = sequence.token_ids.to(taps.device)
+        first = max(sequence.num_prompt_tokens, 1)
         for draft, weight in enumerate(weights):
-            anchors = torch.arange(
-                max(sequence.num_prompt_tokens, 1), len(taps) - draft
-            )
+            anchors = torch.arange(first, len(taps) - draft)
             if not len(anchors):
                 continue
-            read = taps[anchors - 1]
-            predecessors = sequence.token_ids[anchors + draft].to(taps.device)
-            inputs = torch.cat(
-                (
-                    taps.new_ones(len(anchors), 1),
-                    read,
-                    model.embedding[predecessors] * embedding_scale,
-                ),
-                dim=1,
+            predecessors = model.embedding[token_ids[anchors + draft]]
+            sums.add(
+                taps[anchors - 1],
+                predecessors * embedding_scale,
+                features.states[anchors + draft, -1],
+                weight,
             )
-            y = features.states[anchors + draft, -1]
-            # A token with states far from all others' would bend the whole map.
-            far = read.abs().amax(dim=1, keepdim=True)
-            weighted = inputs * (_FAR / far).clamp(max=1).square() * weight
-            gram += (weighted.T @ inputs).cpu().double()
-            product = (weighted.T @ y).cpu().double()
-            cross = product if cross is None else cross + product
-            total += float(weighted[:, 0].sum())
-    assert cross is not None, "an answer has two tokens or more"
-    gram /= total
+    return _solve(model, sums, scales, embedding_scale)
+
+
+class _Sums:
+    """Weighted products of what a draft reads, and with what it is to say.
+
+    Args:
+        num_inputs: a constant, the taps, and the token before the draft.
+        num_outputs: values of the target's last state.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.gram = torch.zeros(num_inputs, num_inputs, dtype=torch.float64)
+        self.cross = torch.zeros(num_inputs, num_outputs, dtype=torch.float64)
+        self.total = 0.0
+
+    def add(
+        self,
+        taps: torch.Tensor,
+        predecessors: torch.Tensor,
+        outputs: torch.Tensor,
+        weight: float,
+    ) -> None:
+        """Add drafts.
+
+        Args:
+            taps: [N, taps], of deviation 1.
+            predecessors: [N, hidden_size].
+            outputs: [N, num_outputs].
+            weight: of each.
+        """
+        inputs = torch.cat((taps.new_ones(len(taps), 1), taps, predecessors), dim=1)
+        # A token with states far from all others' would bend the whole map.
+        far = taps.abs().amax(dim=1, keepdim=True)
+        weighted = inputs * (_FAR / far).clamp(max=1).square() * weight
+        self.gram += (weighted.T @ inputs).cpu().double()
+        self.cross += (weighted.T @ outputs).cpu().double()
+        self.total += float(weighted[:, 0].sum())
+
+
+def _solve(
+    model: DSparkTrainingModel,
+    sums: _Sums,
+    scales: torch.Tensor,
+    embedding_scale: float,
+) -> LinearFit:
+    assert sums.total > 0, "an answer has two tokens or more"
+    gram = sums.gram / sums.total
     ridge = _RIDGE * torch.eye(len(gram), dtype=torch.float64)
-    solution = torch.linalg.solve(gram + ridge, cross / total)
+    solution = torch.linalg.solve(gram + ridge, sums.cross / sums.total)
     means = gram[0]
     covariance = gram - torch.outer(means, means)
-    t, x = slice(1, size), slice(size, None)
+    t, x = slice(1, 1 + len(scales)), slice(1 + len(scales), None)
     common = torch.linalg.solve(gram[t, t] + ridge[t, t], means[t])
 
     def put(value: torch.Tensor) -> torch.Tensor:

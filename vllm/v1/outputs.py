@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 # Under this name too: a module of messages offers both forms of one thing.
 from vllm.v1.logprobs_lists import LogprobsLists as LogprobsLists
+from vllm.v1.spec_decode.metrics import StepCost
 
 
 class LogprobsTensors(NamedTuple):
@@ -150,6 +152,11 @@ class ModelRunnerOutput:
         num_nans_in_logits: requests whose logits held NaN, with the count.
         num_verified_drafts: requests of which fewer drafts were verified than were
             scheduled, with the count.
+        draft_confidences: [num_reqs, num_speculative_tokens] float32, the predicted
+            probability that a draft of this step is accepted if those before it are;
+            NaN where there is none. None: nobody predicts.
+        step_cost: of the last step whose time has been predicted and is known; None if
+            it was reported before.
     """
 
     req_ids: list[str]
@@ -159,6 +166,8 @@ class ModelRunnerOutput:
     prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     num_verified_drafts: dict[str, int] = field(default_factory=dict)
+    draft_confidences: np.ndarray | None = None
+    step_cost: StepCost | None = None
 
 
 @dataclass

@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_collector import RequestOutputCollector
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.dashboard.collector import Dashboard
 from vllm.v1.outputs import LogprobsLists
 
 MODEL = "fake"
@@ -66,6 +67,7 @@ class FakeEngine:
         num_running: requests that have neither ended nor been aborted.
         prompts: token ids of the requests so far.
         params: sampling parameters of the requests so far.
+        dashboard: what its page shows, if there is one.
     """
 
     answer: str = "hell yes"
@@ -81,6 +83,7 @@ class FakeEngine:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     num_resets: int = 0
+    dashboard: Dashboard | None = None
 
     def __post_init__(self) -> None:
         self._inputs = InputProcessor(self.vllm_config, self.tokenizer)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.v1.e2e.tiny_drafter import DRAFTERS as TABLE
-from tests.v1.e2e.tiny_drafter import make_speculative_config
+from tests.v1.e2e.tiny_drafter import make_drafting_engine
 from tests.v1.e2e.tiny_engine import (
     NAN_ID,
     TinyEngine,
@@ -74,20 +74,20 @@ HEALTHY = [
 
 
 # A drafter reads what a request has sampled before anybody knows that it has failed.
-DRAFTERS = ("no drafter", "ngram", "H", "H probabilistic", "dspark")
+DRAFTERS = (
+    "no drafter",
+    "ngram",
+    "H",
+    "H probabilistic",
+    "dspark",
+    "dspark probabilistic adaptive",
+)
 
 
-def make_drafting_engine(
-    model: Path,
-    drafter: str,
-    folder: Path,
-    verification: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> TinyEngine:
-    if drafter != "no drafter":
-        config = make_speculative_config(drafter, model, folder)
-        kwargs["speculative_config"] = config | (verification or {})
-    return TinyEngine(model, **kwargs)
+def make_engine(model: Path, drafter: str, folder: Path, **kwargs: Any) -> TinyEngine:
+    if drafter == "no drafter":
+        return TinyEngine(model, **kwargs)
+    return make_drafting_engine(drafter, model, folder, **kwargs)
 
 
 def healthy_requests() -> list[tuple[str, SamplingParams]]:
@@ -101,7 +101,7 @@ def test_nan_logits_end_their_own_request_only(
 ):
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", counts_nans)
     # The pool is so small that whatever was poisoned is soon used again.
-    engine = make_drafting_engine(model, drafter, tmp_path, num_gpu_blocks_override=14)
+    engine = make_engine(model, drafter, tmp_path, num_gpu_blocks_override=14)
     expected = [visible(output) for output in engine.run(healthy_requests())]
     for _ in range(2):
         healthy = []
@@ -162,7 +162,7 @@ def test_drafts_accepted_by_chance_break_no_constraint(model, tmp_path, drafter)
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [1.0] * num_drafts,
     }
-    engine = make_drafting_engine(model, drafter, tmp_path, synthetic)
+    engine = make_engine(model, drafter, tmp_path, keys=synthetic)
     constraint = StructuredOutputsParams(regex="(ab|cd){7}")
     params = SamplingParams(seed=3, max_tokens=40, structured_outputs=constraint)
     outputs = engine.run([("abcabdcbabcd" * 2, params), (PROMPT, params)])
@@ -194,6 +194,8 @@ def test_every_request_that_fails_is_named(model):
         (5, "H probabilistic"),
         (6, "dspark"),
         (7, "M"),
+        (8, "ngram adaptive"),
+        (9, "dspark probabilistic adaptive"),
     ],
 )
 def test_requests_that_leave_at_any_moment_leave_nothing(
@@ -212,7 +214,7 @@ def test_requests_that_leave_at_any_moment_leave_nothing(
                         **rng.choice(kinds)))
         for _ in range(40)
     ]  # fmt: skip
-    engine = make_drafting_engine(
+    engine = make_engine(
         model,
         drafter,
         tmp_path,
@@ -256,7 +258,7 @@ def test_a_cache_that_is_forgotten_amid_a_run_changes_no_text(model, tmp_path, d
     alone = TinyEngine(model, enable_prefix_caching=False)
     expected = [visible(alone.run([request])[0]) for request in requests]
     alone.shutdown()
-    engine = make_drafting_engine(model, drafter, tmp_path, max_num_batched_tokens=32)
+    engine = make_engine(model, drafter, tmp_path, max_num_batched_tokens=32)
     for _ in range(2):
         request_ids = [engine.add(*request) for request in requests]
         finished = {}

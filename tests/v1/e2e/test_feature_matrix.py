@@ -77,14 +77,21 @@ FEATURES: dict[str, dict[str, Any]] = {
         "top_k": 4,
         "logit_bias": {75: 5.0},
     },
+    "literal": SEEDED
+    | {
+        "structured_outputs": {"regex": "There is but one legal answer, 42\\."},
+        "max_tokens": 50,
+    },
+    "long prompt": SEEDED | {"num_heys": 18},
 }
 PREFIX = "The same words stand at the start of many prompts, hello. "
 
 
 def make_request(name: str) -> tuple[str, SamplingParams]:
     number = list(FEATURES).index(name)
-    prompt = PREFIX[: 7 * (number % 5)] + f"{name}: " + "hey " * (number % 4)
     params: dict[str, Any] = {"max_tokens": 20} | FEATURES[name]
+    num_heys = params.pop("num_heys", number % 4)
+    prompt = PREFIX[: 7 * (number % 5)] + f"{name}: " + "hey " * num_heys
     if "structured_outputs" in params:
         constraint = StructuredOutputsParams(**params["structured_outputs"])
         params["structured_outputs"] = constraint
@@ -160,13 +167,12 @@ CONDITIONS: dict[str, tuple[dict[str, Any], Run]] = {
     ],
 )
 def test_every_feature_means_the_same_under_every_condition(
-    model: Path, mode: str, conditions: list[str]
+    model: Path,
+    expect: Callable[..., dict[str, Any]],
+    mode: str,
+    conditions: list[str],
 ):
-    alone = TinyEngine(model, logprobs_mode=mode, enable_prefix_caching=False)
-    expected = {
-        name: visible(alone.run([request])[0]) for name, request in REQUESTS.items()
-    }
-    alone.shutdown()
+    expected = expect(mode)
     wrong = []
     for condition in conditions:
         kwargs, run = CONDITIONS[condition]

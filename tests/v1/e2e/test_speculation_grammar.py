@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.v1.e2e.tiny_drafter import KINDS, make_speculative_config
+from tests.v1.e2e.tiny_drafter import KINDS, check_regimes, make_drafting_engine
 from tests.v1.e2e.tiny_engine import TinyEngine, visible
 from tests.v1.engine.fakes import EOS, make_tokenizer
 from vllm.outputs import RequestOutput
@@ -46,8 +46,7 @@ def make_engine(
     keys = {}
     if num_drafts is not None and not drafter.startswith("d"):
         keys["num_speculative_tokens"] = num_drafts
-    config = make_speculative_config(drafter, model, folder, **keys)
-    return TinyEngine(model, speculative_config=config, **kwargs)
+    return make_drafting_engine(drafter, model, folder, keys=keys, **kwargs)
 
 
 def constrained(max_tokens: int = 100, **params: Any) -> SamplingParams:
@@ -101,6 +100,7 @@ def test_a_literal_is_said_byte_for_byte_beside_any_neighbours(
     ]
     outputs = engine.run(mixed)
     accepted = engine.executor.accepted
+    check_regimes(engine)
     engine.shutdown()
     assert [visible(output) for output in outputs[::3]] == expected
     assert [text_of(output) for output in outputs[1::3]] == [*map(literal, numbers)]
@@ -121,7 +121,7 @@ def test_schema_requests_in_a_row_all_end_with_their_grammar(
     spaced = constrained(json=ROWS, **HOT)
     engine.run([("warm", compact), ("warm", spaced)])
     num_threads = threading.active_count()
-    streams = engine.stream([(f"{i}", (compact, spaced)[i % 2]) for i in range(24)])
+    streams = engine.stream([(f"{i}", (compact, spaced)[i % 2]) for i in range(12)])
     engine.shutdown()
     assert threading.active_count() <= num_threads
     for number, deltas in enumerate(streams):
@@ -243,7 +243,9 @@ OPTIONAL = {
 LOOK_ALIKE = '{"name":"no such","note":7,"more":null} {"name":null,"note":"abc"} '
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "H", "dspark probabilistic"])
+@pytest.mark.parametrize(
+    "drafter", ["ngram", "H", "dspark probabilistic", "ngram adaptive"]
+)
 def test_a_forbidden_text_in_the_prompt_is_drafted_and_refused(
     model: Path, tmp_path: Path, drafter: str
 ):

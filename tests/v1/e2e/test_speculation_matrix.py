@@ -1,13 +1,12 @@
 """Features x drafters x conditions: speculation changes no token and no score."""
 
 import random
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.v1.e2e.conftest import Expect
 from tests.v1.e2e.test_feature_matrix import (
     CONDITIONS,
     FEATURES,
@@ -18,7 +17,13 @@ from tests.v1.e2e.test_feature_matrix import (
     run_in_order,
     run_together,
 )
-from tests.v1.e2e.tiny_drafter import DRAFTERS, KINDS, make_speculative_config
+from tests.v1.e2e.tiny_drafter import (
+    ADAPTIVE,
+    DRAFTERS,
+    KINDS,
+    check_regimes,
+    make_drafting_engine,
+)
 from tests.v1.e2e.tiny_engine import TinyEngine, visible
 from vllm import _custom_ops as ops
 from vllm.sampling_params import RequestOutputKind
@@ -86,30 +91,6 @@ XGRAMMARS = tuple(
     for name, params in FEATURES.items()
     if "structured_outputs" in params and name != "grammar"
 )
-Expect = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def expect(model: Path) -> Expect:
-    """What every request says alone and without drafts."""
-
-    @cache
-    def run_alone(
-        mode: str = "raw_logprobs",
-        grammar_backend: str = "auto",
-        names: tuple[str, ...] = tuple(REQUESTS),
-    ) -> dict[str, Any]:
-        alone = TinyEngine(
-            model,
-            enable_prefix_caching=False,
-            logprobs_mode=mode,
-            structured_outputs_config={"backend": grammar_backend},
-        )
-        outputs = {name: visible(alone.run([REQUESTS[name]])[0]) for name in names}
-        alone.shutdown()
-        return outputs
-
-    return run_alone
 
 
 def find_wrong(engine: TinyEngine, run: Run, expected: dict[str, Any]) -> list[str]:
@@ -123,27 +104,33 @@ def find_wrong(engine: TinyEngine, run: Run, expected: dict[str, Any]) -> list[s
     ]
 
 
-@pytest.mark.parametrize("condition", RUNS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+# The other conditions of adaptive engines, and the modes, are in test_budget_matrix.
+CASES = [(drafter, condition) for drafter in DRAFTERS for condition in RUNS] + [
+    (drafter, condition)
+    for drafter in ADAPTIVE
+    for condition in ("mixed batch", "unruly")
+]
+
+
+@pytest.mark.parametrize(("drafter", "condition"), CASES)
 def test_every_feature_means_what_it_means_without_drafts(
     model: Path, expect: Expect, tmp_path: Path, drafter: str, condition: str
 ):
-    config = make_speculative_config(drafter, model, tmp_path)
     kwargs, run = RUNS[condition]
-    engine = TinyEngine(model, speculative_config=config, **kwargs)
+    engine = make_drafting_engine(drafter, model, tmp_path, **kwargs)
     assert find_wrong(engine, run, expect()) == []
+    check_regimes(engine)
 
 
 @pytest.mark.parametrize(
     "mode", ["processed_logprobs", "raw_logits", "processed_logits"]
 )
-@pytest.mark.parametrize("drafter", KINDS)
+@pytest.mark.parametrize("drafter", [kind for kind in KINDS if kind not in ADAPTIVE])
 def test_every_mode_of_logprobs_shows_what_it_shows_without_drafts(
     model: Path, expect: Expect, tmp_path: Path, drafter: str, mode: str
 ):
-    config = make_speculative_config(drafter, model, tmp_path)
-    engine = TinyEngine(
-        model, speculative_config=config, logprobs_mode=mode, max_num_batched_tokens=90
+    engine = make_drafting_engine(
+        drafter, model, tmp_path, logprobs_mode=mode, max_num_batched_tokens=90
     )
     assert find_wrong(engine, run_together, expect(mode)) == []
 
@@ -152,11 +139,8 @@ def test_every_mode_of_logprobs_shows_what_it_shows_without_drafts(
 def test_grammars_of_the_other_backend_mean_what_they_mean_without_drafts(
     model: Path, expect: Expect, tmp_path: Path, drafter: str
 ):
-    config = make_speculative_config(drafter, model, tmp_path)
-    engine = TinyEngine(
-        model,
-        speculative_config=config,
-        structured_outputs_config={"backend": "xgrammar"},
+    engine = make_drafting_engine(
+        drafter, model, tmp_path, structured_outputs_config={"backend": "xgrammar"}
     )
     expected = expect(grammar_backend="xgrammar", names=XGRAMMARS)
     outputs = run_in_order(engine, XGRAMMARS)

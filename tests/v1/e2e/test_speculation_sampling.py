@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.v1.e2e.test_feature_matrix import FEATURES, make_request
-from tests.v1.e2e.tiny_drafter import KINDS, make_speculative_config
+from tests.v1.e2e.tiny_drafter import KINDS, check_regimes, make_drafting_engine
 from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, save_tiny_model, visible
 from tests.v1.engine.fakes import make_tokenizer
 from vllm import _custom_ops as ops
@@ -33,12 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("writer"), alphabet=ALPHABET)
 
 
-def drafting(drafter: str, model: Path, folder: Path) -> dict[str, Any]:
-    return make_speculative_config(drafter, model, folder, ALPHABET)
+def drafting(drafter: str, model: Path, folder: Path, **kwargs: Any) -> TinyEngine:
+    return make_drafting_engine(drafter, model, folder, ALPHABET, **kwargs)
 
 
-def run(model: Path, requests: list[Request], **kwargs: Any) -> list[RequestOutput]:
-    engine = TinyEngine(model, **kwargs)
+def run(engine: TinyEngine, requests: list[Request]) -> list[RequestOutput]:
+    """Run the requests on an engine, to its end."""
     outputs = engine.run(requests)
     engine.shutdown()
     return outputs
@@ -50,9 +50,8 @@ def test_a_greedy_text_is_the_same_wherever_a_draft_is_refused(
 ):
     params = SamplingParams(temperature=0.0, max_tokens=30, logit_bias=NEVER_NAN)
     requests = [(f"{PROMPT} {number}", params) for number in range(16)]
-    expected = run(model, requests)
-    config = drafting("M", model, tmp_path)
-    engine = TinyEngine(model, speculative_config=config)
+    expected = run(TinyEngine(model), requests)
+    engine = drafting("M", model, tmp_path)
     outputs = engine.run(requests)
     # Refused at each of the five places, and not at all.
     assert set(engine.executor.accepted) == set(range(6))
@@ -113,10 +112,10 @@ def test_no_token_of_an_unseeded_answer_breaks_its_requests_rules(
         for params, _ in RULES.values()
         for _ in range(6)
     ]
-    config = drafting(drafter, model, tmp_path)
-    engine = TinyEngine(model, speculative_config=config, seed=1)
+    engine = drafting(drafter, model, tmp_path, seed=1)
     outputs = iter(engine.run(requests))
     assert engine.executor.accepted
+    check_regimes(engine)
     engine.shutdown()
     for name, (_, may_come) in RULES.items():
         for output in itertools.islice(outputs, 6):
@@ -150,10 +149,9 @@ def test_a_new_score_of_an_unseeded_answer_agrees_with_it(
 ):
     """O2: raw scores are the model's own, whatever has shaped and drafted the text."""
     requests = [make_unseeded(name) for name in SHAPED]
-    config = drafting(drafter, model, tmp_path)
-    outputs = run(model, requests, speculative_config=config, seed=1)
+    outputs = run(drafting(drafter, model, tmp_path, seed=1), requests)
     scored = run(
-        model,
+        TinyEngine(model),
         [
             (
                 [*output.prompt_token_ids, *output.outputs[0].token_ids],
@@ -176,17 +174,18 @@ def test_a_new_score_of_an_unseeded_answer_agrees_with_it(
 
 
 @bit_for_bit
-@pytest.mark.parametrize("drafter", ["ngram", "H", "H probabilistic", "M"])
+@pytest.mark.parametrize(
+    "drafter", ["ngram", "H", "H probabilistic", "M", "ngram adaptive"]
+)
 def test_logprobs_take_nothing_from_the_drafts(
     model: Path, tmp_path: Path, drafter: str
 ):
-    config = drafting(drafter, model, tmp_path)
     counts, texts = [], []
     for logprobs in (None, 3):
         params = SamplingParams(
             seed=1, max_tokens=24, logprobs=logprobs, logit_bias=NEVER_NAN
         )
-        engine = TinyEngine(model, speculative_config=config)
+        engine = drafting(drafter, model, tmp_path)
         outputs = engine.run([(PROMPT * 3, params)] * 4)
         counts.append(engine.executor.accepted)
         texts.append([output.outputs[0].text for output in outputs])
@@ -210,16 +209,17 @@ def test_a_seed_holds_alone_again_and_among_any_neighbours(
     unseeded = [SamplingParams(temperature=0.05, **common)] * 6
     greedy = SamplingParams(temperature=0.0, **common)
     [*expected, most_likely] = run(
-        model, [(PROMPT, params) for params in (*seeded, greedy)], max_num_seqs=1
+        TinyEngine(model, max_num_seqs=1),
+        [(PROMPT, params) for params in (*seeded, greedy)],
     )
     texts = [output.outputs[0].text for output in expected]
     assert len(set(texts)) == len(texts)
-    config = drafting(drafter, model, tmp_path)
-    engine = TinyEngine(model, speculative_config=config)
+    engine = drafting(drafter, model, tmp_path)
     alone = [engine.run([(PROMPT, params)])[0] for params in seeded]
     together = engine.run(
         [(PROMPT, params) for params in (*seeded, *unseeded, *capped)]
     )
+    check_regimes(engine)
     engine.shutdown()
     assert [output.outputs[0].text for output in alone] == texts
     mixed = [output.outputs[0].text for output in together]
@@ -235,12 +235,12 @@ def test_a_bias_of_a_hundred_leaves_one_token(
     model: Path, tmp_path: Path, drafter: str | None
 ):
     token_id = make_tokenizer().token_to_id("k")
-    config = drafter and drafting(drafter, model, tmp_path)
     requests = [
         (PROMPT, SamplingParams(max_tokens=12, logit_bias={token_id: 100}, **sampled))
         for sampled in ({"temperature": 0.0}, {"seed": 1}, {})
     ]
-    outputs = run(model, requests, speculative_config=config)
+    engine = drafting(drafter, model, tmp_path) if drafter else TinyEngine(model)
+    outputs = run(engine, requests)
     assert [output.outputs[0].text for output in outputs] == ["k" * 12] * 3
 
 
@@ -259,9 +259,8 @@ def test_a_penalty_breaks_a_loop(model: Path, tmp_path: Path, drafter: str):
         {"presence_penalty": 2.0, "frequency_penalty": 1.0},
     ]
     broken = [("abab" * 5, SamplingParams(**common, **one)) for one in penalties]
-    expected = run(model, [looping, *broken], max_num_seqs=1)
-    config = drafting(drafter, model, tmp_path)
-    outputs = run(model, [looping, *broken], speculative_config=config)
+    expected = run(TinyEngine(model, max_num_seqs=1), [looping, *broken])
+    outputs = run(drafting(drafter, model, tmp_path), [looping, *broken])
     assert list(map(visible, outputs)) == list(map(visible, expected))
     texts = [output.outputs[0].text for output in outputs]
     assert repeats_itself(texts[0])
@@ -319,7 +318,14 @@ def count_sigmas(counts: Counter[Any], law: dict[Any, float], num_draws: int) ->
 
 @pytest.mark.parametrize(
     "drafter",
-    ["ngram", "H", "H probabilistic", "M probabilistic", "dspark probabilistic"],
+    [
+        "ngram",
+        "H",
+        "H probabilistic",
+        "M probabilistic",
+        "dspark probabilistic",
+        "H probabilistic adaptive",
+    ],
 )
 def test_unseeded_answers_follow_the_models_law(tmp_path: Path, drafter: str):
     folders = tmp_path / "target", tmp_path / "drafter"
@@ -327,11 +333,11 @@ def test_unseeded_answers_follow_the_models_law(tmp_path: Path, drafter: str):
         folder.mkdir()
     model = save_tiny_model(folders[0], alphabet=LETTERS)
     law = compute_law(model)
-    config = make_speculative_config(drafter, model, folders[1], LETTERS)
-    engine = TinyEngine(model, speculative_config=config, seed=1)
+    engine = make_drafting_engine(drafter, model, folders[1], LETTERS, seed=1)
     params = SamplingParams(max_tokens=NUM_DRAWN, ignore_eos=True, **LAWFUL)
     outputs = engine.run([(LETTER_PROMPT, params)] * NUM_ANSWERS)
     accepted = engine.executor.accepted
+    check_regimes(engine)
     engine.shutdown()
     # Drafts are accepted, and others are refused.
     assert min(accepted[0], sum(accepted.values()) - accepted[0]) > NUM_ANSWERS / 20

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.v1.e2e.tiny_drafter import make_speculative_config
+from tests.v1.e2e.tiny_drafter import check_regimes, make_drafting_engine
 from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model, visible
 from tests.v1.engine.fakes import EOS, make_tokenizer
 from vllm.sampling_params import SamplingParams
@@ -18,7 +18,13 @@ WRITTEN: dict[str, Any] = {"temperature": 1.0, "seed": 0, "logprobs": 1}
 EOS_ID = make_tokenizer().token_to_id(EOS)
 # With seven drafts, all sizes of accepted runs.
 NUM_DRAFTS = 7
-DRAFTERS = ("ngram", "H probabilistic", "M probabilistic", "P")
+DRAFTERS = (
+    "ngram",
+    "H probabilistic",
+    "M probabilistic",
+    "P",
+    "H probabilistic adaptive",
+)
 Request = tuple[str, SamplingParams]
 
 
@@ -46,10 +52,8 @@ def text(alone: TinyEngine) -> str:
 
 
 def make_engine(drafter: str, model: Path, folder: Path) -> TinyEngine:
-    config = make_speculative_config(
-        drafter, model, folder, ALPHABET, num_speculative_tokens=NUM_DRAFTS
-    )
-    return TinyEngine(model, speculative_config=config)
+    keys = {"num_speculative_tokens": NUM_DRAFTS}
+    return make_drafting_engine(drafter, model, folder, ALPHABET, keys)
 
 
 def make_stops(text: str) -> dict[str, dict[str, Any]]:
@@ -94,6 +98,7 @@ def test_a_stop_cuts_text_tokens_and_scores_at_one_place(
     engine = make_engine(drafter, model, tmp_path)
     outputs = engine.run(stopped)
     accepted = engine.executor.accepted
+    check_regimes(engine)
     engine.shutdown()
     assert list(map(visible, outputs)) == expected
     for (_, params), output in zip(stopped, outputs, strict=True):

@@ -9,7 +9,8 @@ import torch
 
 from tests.model_executor.dspark_harness import make_drafter
 from tests.model_executor.harness import load
-from tests.v1.e2e.tiny_engine import save_tiny_model
+from tests.v1.e2e.budget_policies import InTurn, Watched
+from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
 from vllm.speculator_training.checkpoint import Verifier, save_speculator
 from vllm.speculator_training.modeling import DSparkTrainingModel
@@ -63,8 +64,22 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark of special tokens": {"method": "dspark"},
     "dflash": {"method": "dflash"},
 }
+# Of these drafts a step verifies none, some or all.
+ADAPTIVE = {
+    f"{name} adaptive": DRAFTERS[name] | {"enable_adaptive_verification": True}
+    for name in ("ngram", "H probabilistic", "dspark probabilistic")
+}
 # One of each kind.
-KINDS = ("ngram", "H", "M", "P probabilistic", "dspark probabilistic", "dflash")
+KINDS = (
+    "ngram",
+    "H",
+    "M",
+    "P probabilistic",
+    "dspark probabilistic",
+    "dflash",
+    "ngram adaptive",
+    "dspark probabilistic adaptive",
+)
 # What differs from a target, and from a drafter of four tokens with a vanilla head.
 _MODELS: dict[str, dict[str, Any]] = {
     "M": {"blur": 0.05},
@@ -100,7 +115,7 @@ def make_speculative_config(
         alphabet: of the target.
         keys: other values than the table's.
     """
-    config = DRAFTERS[drafter] | keys
+    config = (DRAFTERS | ADAPTIVE)[drafter] | keys
     if config["method"] == "draft_model":
         config["model"] = str(model)
         if drafter in _MODELS:
@@ -111,6 +126,30 @@ def make_speculative_config(
         changes = _BLOCK_DRAFTERS.get(drafter, {})
         config["model"] = str(save_tiny_drafter(folder, model, **changes))
     return config
+
+
+def make_drafting_engine(
+    drafter: str,
+    model: Path,
+    folder: Path,
+    alphabet: str = "",
+    keys: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> TinyEngine:
+    """Return an engine that drafts; see make_speculative_config for its arguments.
+
+    An adaptive one verifies in turn none, some and all of a step's drafts.
+    """
+    config = make_speculative_config(drafter, model, folder, alphabet, **(keys or {}))
+    if drafter in ADAPTIVE:
+        kwargs.setdefault("budget_policy", Watched(InTurn()))
+    return TinyEngine(model, speculative_config=config, **kwargs)
+
+
+def check_regimes(engine: TinyEngine) -> None:
+    """Check that an adaptive engine's steps were in every regime."""
+    if isinstance(engine.budget_policy, Watched):
+        assert engine.budget_policy.regimes == {"none", "some", "all"}
 
 
 def load_tiny_target(model: Path) -> DenseCausalLM:

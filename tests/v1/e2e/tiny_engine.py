@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.spec_decode.draft_budget import BudgetPolicy
+from vllm.v1.worker.gpu_worker import Worker
 
 MAX_MODEL_LEN = 128
 # A padded id, which no text holds.
@@ -106,8 +109,10 @@ def save_tiny_model(
 class ProbedExecutor(UniProcExecutor):
     """Keeps what a step of a test may look at, and starts with a cache of NaN."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config)
+    def __init__(
+        self, vllm_config: VllmConfig, budget_policy: BudgetPolicy | None = None
+    ) -> None:
+        super().__init__(vllm_config, partial(Worker, budget_policy=budget_policy))
         self.num_preempted = 0
         # Requests that came back after a preemption with a part of their output.
         self.resumed: set[str] = set()
@@ -142,7 +147,14 @@ class ProbedExecutor(UniProcExecutor):
 class TinyEngine:
     """An engine on the tiny model that runs lists of requests to their end."""
 
-    def __init__(self, model: Path, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        budget_policy: BudgetPolicy | None = None,
+        log_stats: bool = False,
+        **kwargs: Any,
+    ) -> None:
         defaults = {
             "device": "cpu",
             "dtype": "float32",
@@ -151,8 +163,11 @@ class TinyEngine:
         }
         args = EngineArgs(model=str(model), **(defaults | kwargs))
         self.executors: list[ProbedExecutor] = []
+        self.budget_policy = budget_policy
         self.engine = LLMEngine(
-            args.create_engine_config(), executor_factory=self._make_executor
+            args.create_engine_config(),
+            log_stats=log_stats,
+            executor_factory=self._make_executor,
         )
         self._num_requests = 0
 
@@ -161,7 +176,7 @@ class TinyEngine:
         return self.executors[0]
 
     def _make_executor(self, vllm_config: VllmConfig) -> ProbedExecutor:
-        self.executors.append(ProbedExecutor(vllm_config))
+        self.executors.append(ProbedExecutor(vllm_config, self.budget_policy))
         return self.executors[-1]
 
     def add(

@@ -3,6 +3,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -204,6 +205,28 @@ def cpu_ticks(pid):
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
+
+
+async def test_the_dashboard_knows_how_requests_ended(tokenizer_path):
+    config = make_config(tokenizer_path)
+    observability = replace(config.observability_config, enable_dashboard=True)
+    engine = AsyncLLM(
+        replace(config, observability_config=observability),
+        executor_factory=ParrotExecutor,
+    )
+    try:
+        await collect(engine, "length")
+        await collect(engine, "stop", stop="c")
+        outputs = engine.generate("abc", SamplingParams(max_tokens=50), "left")
+        await anext(outputs)
+        await outputs.aclose()
+        data = engine.dashboard.snapshot("length")
+    finally:
+        engine.shutdown()
+    states = {one.key: one.state for one in data.requests}
+    assert states == {"length": "length", "stop": "ended", "left": "abort"}
+    assert "".join(text for s in data.request.steps for text in s.tokens) == "abcab"
+    assert data.latencies["e2e"].num_values == 3
 
 
 async def test_a_bad_tokenizer_is_told_before_an_engine_is_started(

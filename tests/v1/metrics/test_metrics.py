@@ -13,7 +13,8 @@ from vllm.v1.metrics.loggers import (
     PrefixCacheHitRate,
     StatLoggerManager,
 )
-from vllm.v1.metrics.prometheus import PrometheusStatLogger, build_1_2_5_buckets
+from vllm.v1.metrics.metric_factory import build_1_2_5_buckets
+from vllm.v1.metrics.prometheus import PrometheusStatLogger
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, get_metrics_snapshot
 from vllm.v1.metrics.stats import (
     IterationStats,

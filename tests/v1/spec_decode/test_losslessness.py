@@ -5,14 +5,23 @@ safe if whether draft k is verified does not depend on draft k or a later one.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
 import pytest
 import torch
 
+from tests.v1.spec_decode.linear_costs import LinearCosts
+from vllm.v1.worker.gpu.batch_layout import ScheduledStep
+from vllm.v1.worker.gpu.spec_decode.adaptive_budget import AdaptiveBudget
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerifier
+from vllm.v1.worker.gpu.spec_decode.draft_budget import (
+    choose_draft_budget,
+    expected_gains,
+)
 from vllm.v1.worker.gpu.spec_decode.residual import _write_residual_logits_torch
+from vllm.v1.worker.gpu.spec_decode.speculator import Drafts
 
 Text = tuple[int, ...]
 EXACT = 1e-12
@@ -109,6 +118,8 @@ class PaperModel(Model):
 
 # How many drafts are verified, from the model, the text and the drafts.
 Policy = Callable[[Model, Text, Text], int]
+# One number a draft, from the same.
+Confidences = Callable[[Model, Text, Text], np.ndarray]
 
 
 def drafts_of(model: Model, text: Text) -> Iterator[tuple[Text, float]]:
@@ -176,9 +187,9 @@ def fixed(num_verified: int) -> Policy:
     return lambda model, text, drafts: num_verified
 
 
-def above_threshold(threshold: float) -> Policy:
+def above_threshold(threshold: float, say: Confidences = confidences) -> Policy:
     def policy(model: Model, text: Text, drafts: Text) -> int:
-        is_low = confidences(model, text, drafts) < threshold
+        is_low = say(model, text, drafts) < threshold
         return int(is_low.argmax()) if is_low.any() else len(drafts)
 
     return policy
@@ -298,17 +309,28 @@ def ranked(scores: list[np.ndarray], budget: int) -> list[int]:
     return [admitted.count(request) for request in range(len(scores))]
 
 
-def joint_law(models, budget: int, score) -> tuple[np.ndarray, np.ndarray]:
+# How many drafts of each request are verified, from the confidences of both.
+Ranking = Callable[[list[np.ndarray]], Sequence[int]]
+
+
+def by_score(budget: int, score: Callable[[np.ndarray], np.ndarray]) -> Ranking:
+    return lambda of_requests: ranked(list(map(score, of_requests)), budget)
+
+
+def joint_law(
+    models, ranking: Ranking, say: Confidences = confidences
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the law of two requests' outputs together, and the target's."""
     first, second = models
     law = np.zeros((first.truth.size, second.truth.size))
     for drafts_a, weight_a in drafts_of(first, ()):
         for drafts_b, weight_b in drafts_of(second, ()):
-            scores = [
-                score(confidences(model, (), drafts))
-                for model, drafts in ((first, drafts_a), (second, drafts_b))
-            ]
-            length_a, length_b = ranked(scores, budget)
+            length_a, length_b = ranking(
+                [
+                    say(model, (), drafts)
+                    for model, drafts in ((first, drafts_a), (second, drafts_b))
+                ]
+            )
             law_a = law_of_round(first, (), drafts_a, length_a).ravel()
             law_b = law_of_round(second, (), drafts_b, length_b).ravel()
             law += weight_a * weight_b * np.outer(law_a, law_b)
@@ -328,7 +350,7 @@ def coarse_survival(numbers: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("score", [survival, coarse_survival])
 def test_a_given_budget_and_a_ranking_of_live_survivals_are_lossless(budget, score):
     models = Model(2, 3, seed=5), Model(2, 3, seed=6)
-    law, truth = joint_law(models, budget, score)
+    law, truth = joint_law(models, by_score(budget, score))
     assert distance(law, truth) < EXACT
 
 
@@ -338,13 +360,115 @@ def test_a_ranking_by_single_confidences_is_seen():
     distances = []
     for seed in range(6):
         models = Model(2, 3, seed=2 * seed), Model(2, 3, seed=2 * seed + 1)
-        law, truth = joint_law(models, 1, lambda numbers: numbers)
+        law, truth = joint_law(models, by_score(1, lambda numbers: numbers))
         distances.append(distance(law, truth))
     assert max(distances) > 0.01
 
 
+class GivenCosts(LinearCosts):
+    """Costs by the number of drafts alone."""
+
+    def __init__(self, costs_ms: Sequence[float]) -> None:
+        super().__init__()
+        self._costs_ms = np.array(costs_ms)
+
+    def step_costs(
+        self, num_draft_reqs: int, num_non_draft_tokens: int, max_drafts: int
+    ) -> np.ndarray:
+        return self._costs_ms[: max_drafts + 1]
+
+
+class Shipped:
+    """The engine's own plan for two requests, of whose past something is known.
+
+    Args:
+        past: [2, num_drafts] confidences of the drafts before.
+        costs_ms: of a step, by the number of drafts that it verifies.
+        is_live: plant a fault: the budget knows the confidences of the drafts at hand.
+    """
+
+    def __init__(
+        self, past: np.ndarray, costs_ms: Sequence[float], *, is_live: bool = False
+    ) -> None:
+        self._past = past
+        self._costs_ms = costs_ms
+        self._is_live = is_live
+        self.budgets: set[int] = set()
+
+    def __call__(self, of_requests: list[np.ndarray]) -> list[int]:
+        num_reqs, num_drafts = self._past.shape
+        verifier = AdaptiveVerifier(num_reqs, num_drafts, torch.device("cpu"))
+        verifier.policy = AdaptiveBudget(GivenCosts(self._costs_ms))
+        live = np.stack(of_requests)
+        rows = np.arange(num_reqs, dtype=np.int32)
+        for row in range(num_reqs):
+            verifier.add_request(row)
+        for num_scheduled, proposed in (
+            (0, live if self._is_live else self._past),
+            (num_drafts, live),
+        ):
+            self._plan(verifier, rows, num_scheduled)
+            drafts = Drafts(
+                torch.zeros(live.shape, dtype=torch.int64),
+                torch.full((num_reqs,), num_drafts, dtype=torch.int32),
+                torch.from_numpy(proposed).float(),
+            )
+            verifier.observe_drafts(rows, torch.from_numpy(rows), drafts)
+        plan = self._plan(verifier, rows, num_drafts)
+        self.budgets.add(plan.draft_budget)
+        return plan.admitted.tolist()
+
+    def _plan(self, verifier: AdaptiveVerifier, rows: np.ndarray, num_scheduled: int):
+        counts = np.full(len(rows), num_scheduled, dtype=np.int32)
+        is_sampling = np.ones(len(rows), dtype=bool)
+        step = ScheduledStep(rows, counts + 1, counts, is_sampling, 1)
+        caps = np.full(len(rows), self._past.shape[1], dtype=np.int32)
+        return verifier.plan(step, torch.from_numpy(rows), caps)
+
+
+FLAT = (1.0,) * 7
+STAIRS = (1.0, 1.1, 1.2, 1.2, 2.5, 2.5, 2.5)
+# One draft is as dear as all.
+PADDED = (1.0,) + (2.4,) * 6
+
+
+def past_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).random((2, 3)) ** 0.5
+
+
+def test_the_engines_own_plans_are_lossless():
+    budgets = set()
+    for seed in range(4):
+        models = Model(2, 3, seed=2 * seed), Model(2, 3, seed=2 * seed + 1)
+        for costs_ms in (FLAT, STAIRS, PADDED):
+            plans = Shipped(past_of(seed), costs_ms)
+            law, truth = joint_law(models, plans)
+            assert distance(law, truth) < EXACT
+            assert len(plans.budgets) == 1
+            budgets |= plans.budgets
+    # None, some and all.
+    assert {0, 6} < budgets
+    assert len(budgets) > 2
+
+
+def test_a_plan_whose_budget_knows_the_drafts_at_hand_is_seen():
+    distances = []
+    for seed in range(4):
+        models = Model(2, 3, seed=2 * seed), Model(2, 3, seed=2 * seed + 1)
+        plans = Shipped(past_of(seed), PADDED, is_live=True)
+        law, truth = joint_law(models, plans)
+        distances.append(distance(law, truth))
+    assert max(distances) > 0.01
+
+
+def shipped_budget(past: np.ndarray) -> int:
+    """Return what the engine's rule verifies of one request's next drafts."""
+    gains = expected_gains(past[None, None], np.array([len(past)], dtype=np.int32))
+    return choose_draft_budget(1, gains, np.array([1.0, 2.8, 2.8, 2.8]))
+
+
 def law_of_two_rounds(model: Model, draws_afresh: bool) -> np.ndarray:
-    """Verify one draft, then all if the last draft of the first round was likely.
+    """Verify one draft, then as many as the confidences of the first round pay for.
 
     Args:
         draws_afresh: whether a place that was drafted in the first round is drafted by
@@ -352,7 +476,7 @@ def law_of_two_rounds(model: Model, draws_afresh: bool) -> np.ndarray:
     """
     law = np.zeros_like(model.truth)
     for drafts, weight in drafts_of(model, ()):
-        budget = 3 if confidences(model, (), drafts)[2] > 0.8 else 0
+        budget = shipped_budget(confidences(model, (), drafts))
         for text, reached in verify(model, (), drafts, 1):
             redrafted = drafts[len(text) :]
             for again, weight_again in drafts_of(model, text):

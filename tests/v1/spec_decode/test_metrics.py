@@ -6,18 +6,27 @@ from vllm.v1.spec_decode.metrics import (
 )
 
 
-def stats(*proposals: tuple[int, int]) -> SpecDecodingStats:
-    counts = SpecDecodingStats([0, 0, 0])
-    for num_verified, num_accepted in proposals:
-        counts.observe(SpecDecodingStep(num_verified, num_accepted))
+def stats(*proposals: tuple[int, int, int]) -> SpecDecodingStats:
+    """Count proposals of (drafted, verified, accepted) tokens."""
+    counts = SpecDecodingStats.make(3)
+    for num_drafted, num_verified, num_accepted in proposals:
+        counts.observe(num_drafted, SpecDecodingStep(num_verified, num_accepted))
     return counts
 
 
-def test_accepted_tokens_by_position_sum_to_the_accepted_ones():
-    counts = stats((3, 2), (3, 0), (1, 1))
-    assert (counts.num_drafts, counts.num_draft_tokens) == (3, 7)
+def test_tokens_by_position_sum_to_all_of_them():
+    counts = stats((3, 3, 2), (3, 2, 0), (1, 1, 1), (2, 0, 0))
+    assert (counts.num_drafts, counts.num_draft_tokens) == (4, 9)
+    assert counts.num_admitted_tokens_per_pos == [3, 2, 1]
+    assert sum(counts.num_admitted_tokens_per_pos) == counts.num_admitted_tokens == 6
     assert counts.num_accepted_tokens_per_pos == [2, 1, 0]
     assert sum(counts.num_accepted_tokens_per_pos) == counts.num_accepted_tokens == 3
+
+
+def test_the_counts_of_two_steps_are_those_of_all_their_proposals():
+    first, second = stats((3, 3, 2), (3, 1, 0)), stats((2, 2, 2))
+    first.add(second)
+    assert first == stats((3, 3, 2), (3, 1, 0), (2, 2, 2))
 
 
 def test_the_line_is_word_for_word_what_parsers_expect(monkeypatch):
@@ -26,13 +35,13 @@ def test_the_line_is_word_for_word_what_parsers_expect(monkeypatch):
         metrics.logger, "info", lambda text, *args: lines.append(text % args)
     )
     line = SpecDecodingLogging()
-    line.observe(stats((3, 2)))
-    line.observe(stats((3, 1)))
+    line.observe(stats((3, 3, 2)))
+    line.observe(stats((3, 1, 1)))
     line.log(2.0)
     line.log(2.0)
     assert lines == [
         "SpecDecoding metrics: Mean acceptance length: 2.50, Accepted throughput: 1.50 "
         "tokens/s, Drafted throughput: 3.00 tokens/s, Accepted: 3 tokens, Drafted: 6 "
         "tokens, Per-position acceptance rate: 1.000, 0.500, 0.000, Avg Draft "
-        "acceptance rate: 50.0%"
+        "acceptance rate: 75.0%, Admitted: 4 tokens"
     ]

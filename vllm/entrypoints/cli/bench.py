@@ -8,6 +8,7 @@ BENCHMARKS = {
     "serve": ("vllm.benchmarks.serve", "latency and throughput of a running server"),
     "throughput": ("vllm.benchmarks.throughput", "tokens per second, offline"),
     "latency": ("vllm.benchmarks.latency", "time of one batch, offline"),
+    "sweep": ("vllm.benchmarks.sweep", "speculative decoding at rising load, offline"),
 }
 
 

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from vllm import _custom_ops, envs
-from vllm.platforms import num_usable_cpus
+from vllm.platforms import device_name, num_usable_cpus
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.version import __version__
 
@@ -37,7 +37,7 @@ def collect() -> dict[str, str]:
         "vllm": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": device_name("cpu"),
         "cpu cores usable": str(num_usable_cpus()),
         "memory total": f"{memory.total / 2**30:.1f} GiB",
         "memory available": f"{memory.available / 2**30:.1f} GiB",
@@ -51,17 +51,6 @@ def collect() -> dict[str, str]:
     facts["VLLM variables set"] = ", ".join(sorted(names)) or "none"
     facts["unknown among them"] = ", ".join(envs.unknown_variables()) or "none"
     return facts
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _cuda_devices() -> str:

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
 from vllm.entrypoints.openai.cli_args import FrontendArgs
+from vllm.entrypoints.openai.dashboard import add_dashboard_routes
 from vllm.entrypoints.openai.encoding import error_response, json_response
 from vllm.entrypoints.openai.errors import (
     ClientDisconnectedError,
@@ -113,6 +114,8 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
     _add_monitoring_routes(app, engine, http_metrics)
     if args.enable_server_load_tracking:
         _add_load_route(app, in_flight)
+    if engine.dashboard is not None:
+        add_dashboard_routes(app, engine.dashboard)
     if envs.VLLM_SERVER_DEV_MODE:
         _add_development_routes(app, engine)
     set_openapi(

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.encoding import error_response
 from vllm.entrypoints.openai.errors import ErrorInfo
 
-# They tell nothing and cost nothing: load balancers ask them without a key.
-OPEN_PATHS = frozenset({"/health", "/ping"})
+# They tell nothing and cost nothing: load balancers ask them without a key, and a
+# browser that opens a page has none. The dashboard's page asks its reader for one.
+OPEN_PATHS = frozenset({"/health", "/ping", "/dashboard"})
 
 _REQUEST_ID = re.compile(r"[!-~]{1,256}", re.ASCII)
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -32,6 +32,9 @@ from vllm.transformers_utils.chat_template import render_chat_template
 from vllm.transformers_utils.tokenizer import Tokenizer
 from vllm.v1.engine.text_length import check_text_length
 
+if TYPE_CHECKING:
+    from vllm.v1.metrics.dashboard.collector import Dashboard
+
 T = TypeVar("T")
 
 # Printable ASCII without a space: the id goes into a header and into log lines.
@@ -53,6 +56,7 @@ class EngineClient(Protocol):
 
     vllm_config: VllmConfig
     tokenizer: Tokenizer
+    dashboard: "Dashboard | None"
 
     @property
     def errored(self) -> bool:

@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.logprobs_lists import LogprobsLists
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStep
+from vllm.v1.spec_decode.trace import DraftTrace
 
 
 class FinishReason(enum.IntEnum):
@@ -75,6 +76,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         is_client_error: the error is in the request (400), not in the engine (500).
         is_overload: the engine has no room for the request now (503).
         spec_decoding_step: set in steps with drafts, if requests are to tell of them.
+        draft_trace: set in steps with drafts, if there is a dashboard.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     is_client_error: bool = False
     is_overload: bool = False
     spec_decoding_step: SpecDecodingStep | None = None
+    draft_trace: DraftTrace | None = None
 
     @property
     def finished(self) -> bool:

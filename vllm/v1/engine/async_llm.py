@@ -23,6 +23,7 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.core_process import ExecutorFactory
+    from vllm.v1.metrics.dashboard.collector import Dashboard
 
 logger = init_logger(__name__)
 
@@ -65,7 +66,10 @@ class AsyncLLM:
             self.tokenizer, vllm_config, log_stats=log_stats
         )
         self._client = AsyncMPClient(vllm_config, executor_factory, log_stats=log_stats)
-        self._stat_loggers = StatLoggerManager(vllm_config, log_stats=log_stats)
+        self.dashboard = self._make_dashboard()
+        self._stat_loggers = StatLoggerManager(
+            vllm_config, log_stats=log_stats, dashboard=self.dashboard
+        )
         self._stat_loggers.log_engine_initialized(self._client.ready.num_gpu_blocks)
         self._input_pool = ThreadPoolExecutor(
             _NUM_INPUT_THREADS, thread_name_prefix="input"
@@ -200,6 +204,13 @@ class AsyncLLM:
         self._input_pool.shutdown(wait=False, cancel_futures=True)
         self._client.shutdown()
 
+    def _make_dashboard(self) -> "Dashboard | None":
+        if not self.vllm_config.observability_config.enable_dashboard:
+            return None
+        from vllm.v1.metrics.dashboard.collector import Dashboard
+
+        return Dashboard(self.vllm_config, self.tokenizer)
+
     async def _process_inputs(
         self, prompt: Prompt, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> tuple[str | None, EngineCoreRequest]:
@@ -242,6 +253,8 @@ class AsyncLLM:
         if not sequence_ids:
             return
         self._stat_loggers.record(None, stats)
+        if self.dashboard is not None:
+            self.dashboard.end_requests(sequence_ids, "abort")
         try:
             self._client.abort_requests(sequence_ids)
         except EngineDeadError:
@@ -280,6 +293,8 @@ class AsyncLLM:
             self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
 
     async def _process_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if self.dashboard is not None:
+            self.dashboard.trace(outputs)
         stats = None
         if outputs.outputs:
             stats = self.output_processor.make_iteration_stats()
@@ -293,6 +308,8 @@ class AsyncLLM:
             )
             if result.reqs_to_abort:
                 self._client.abort_requests(result.reqs_to_abort)
+                if self.dashboard is not None:
+                    self.dashboard.end_requests(result.reqs_to_abort, "ended")
         self._stat_loggers.record(outputs.scheduler_stats, stats)
 
     async def _log_stats_periodically(self) -> None:

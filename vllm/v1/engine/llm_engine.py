@@ -27,6 +27,7 @@ class LLMEngine:
 
     Raises:
         UnsupportedError, CheckpointError: the engine cannot start with this set-up.
+        VLLMValidationError: it asks for a dashboard, which only a server has.
     """
 
     def __init__(
@@ -36,6 +37,11 @@ class LLMEngine:
         log_stats: bool = False,
         executor_factory: "ExecutorFactory | None" = None,
     ) -> None:
+        if vllm_config.observability_config.enable_dashboard:
+            raise VLLMValidationError(
+                "the dashboard is a page of the server: start it with vllm serve",
+                parameter="enable_dashboard",
+            )
         self.vllm_config = vllm_config
         self.log_stats = log_stats
         self.tokenizer = Tokenizer.from_path(vllm_config.model_config.tokenizer)

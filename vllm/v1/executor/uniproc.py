@@ -1,5 +1,6 @@
 """One worker, in the process of the engine core."""
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -13,11 +14,13 @@ class UniProcExecutor(Executor):
     """Calls its worker directly.
 
     Args:
-        worker_class: the class of the worker; the product's own if None.
+        worker_class: makes the worker; the product's own class if None.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, worker_class: type[Any] | None = None
+        self,
+        vllm_config: VllmConfig,
+        worker_class: Callable[[VllmConfig], Any] | None = None,
     ) -> None:
         super().__init__(vllm_config)
         if worker_class is None:

@@ -138,14 +138,26 @@ class LoggingStatLogger(StatLoggerBase):
 
 
 class StatLoggerManager:
-    """Every destination, as one; without statistics it has none."""
+    """Every destination, as one; without statistics it has none.
 
-    def __init__(self, vllm_config: VllmConfig, *, log_stats: bool) -> None:
+    Args:
+        dashboard: the destination that a page reads, if there is one.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        *,
+        log_stats: bool,
+        dashboard: StatLoggerBase | None = None,
+    ) -> None:
         self._loggers: list[StatLoggerBase] = []
         if log_stats:
             from vllm.v1.metrics.prometheus import PrometheusStatLogger
 
             self._loggers = [LoggingStatLogger(), PrometheusStatLogger(vllm_config)]
+            if dashboard is not None:
+                self._loggers.append(dashboard)
 
     def record(
         self,

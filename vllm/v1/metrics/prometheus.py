@@ -1,23 +1,24 @@
 """The metrics of the engine, by the names that dashboards know."""
 
 from dataclasses import asdict
-from typing import TypeVar
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Histogram
 
 from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.metric_factory import (
+    PREFIX,
+    MetricFactory,
+    build_1_2_5_buckets,
+)
+from vllm.v1.metrics.spec_decode_metrics import SpecDecodeMetrics
 from vllm.v1.metrics.stats import (
     FinishedRequestStats,
     IterationStats,
     ParentRequestStats,
     SchedulerStats,
 )
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-PREFIX = "vllm:"
 
 # Seconds, all of them.
 TIME_TO_FIRST_TOKEN_BUCKETS = (
@@ -36,8 +37,6 @@ REQUEST_TIME_BUCKETS = (
 ITERATION_TOKENS_BUCKETS = (1, *(2**power for power in range(3, 15)))
 NUM_SEQUENCES_BUCKETS = (1, 2, 5, 10, 20)
 
-_Metric = TypeVar("_Metric", bound=MetricWrapperBase)
-
 
 def get_prometheus_registry() -> CollectorRegistry:
     """Return the registry that /metrics shows."""
@@ -50,18 +49,6 @@ def unregister_vllm_metrics(registry: CollectorRegistry) -> None:
     for collector in list(registry._collector_to_names):
         if getattr(collector, "_name", "").startswith(PREFIX):
             registry.unregister(collector)
-
-
-def build_1_2_5_buckets(max_value: int) -> tuple[int, ...]:
-    """Return 1, 2, 5, 10, 20, 50 and so on, up to `max_value`."""
-    buckets: list[int] = []
-    scale = 1
-    while scale <= max_value:
-        buckets += [
-            factor * scale for factor in (1, 2, 5) if factor * scale <= max_value
-        ]
-        scale *= 10
-    return tuple(buckets)
 
 
 class PrometheusStatLogger(StatLoggerBase):
@@ -79,14 +66,20 @@ class PrometheusStatLogger(StatLoggerBase):
     ) -> None:
         self._registry = registry or get_prometheus_registry()
         self._vllm_config = vllm_config
-        self._labels = {
+        labels = {
             "model_name": vllm_config.model_config.served_model_name[0],
             "engine": str(engine_index),
         }
-        self._families: dict[str, MetricWrapperBase] = {}
+        self._factory = MetricFactory(self._registry, labels)
         unregister_vllm_metrics(self._registry)
         self._make_scheduler_metrics()
-        self._make_spec_decode_metrics(vllm_config.num_speculative_tokens)
+        self._spec_decode: SpecDecodeMetrics | None = None
+        if vllm_config.num_speculative_tokens > 0:
+            self._spec_decode = SpecDecodeMetrics(
+                self._factory,
+                vllm_config.num_speculative_tokens,
+                vllm_config.scheduler_config.max_num_seqs,
+            )
         self._make_token_metrics()
         self._make_request_metrics(vllm_config.model_config.max_model_len)
 
@@ -97,8 +90,8 @@ class PrometheusStatLogger(StatLoggerBase):
     ) -> None:
         if scheduler_stats is not None:
             self._record_scheduler(scheduler_stats)
-            if scheduler_stats.spec_decoding_stats is not None:
-                self._record_spec_decode(scheduler_stats.spec_decoding_stats)
+            if self._spec_decode is not None:
+                self._spec_decode.record(scheduler_stats)
         if iteration_stats is None:
             return
         self._record_tokens(iteration_stats)
@@ -117,92 +110,64 @@ class PrometheusStatLogger(StatLoggerBase):
             ["model_name", "engine", *labels],
             registry=self._registry,
         )
-        info.labels(**self._labels, **labels).set(1)
+        info.labels(**self._factory.labels, **labels).set(1)
 
     def _make_scheduler_metrics(self) -> None:
-        self._num_running = self._gauge("num_requests_running", "Requests in the batch")
-        self._num_waiting = self._gauge(
+        self._num_running = self._factory.gauge(
+            "num_requests_running", "Requests in the batch"
+        )
+        self._num_waiting = self._factory.gauge(
             "num_requests_waiting", "Requests that wait for their first step"
         )
         self._num_waiting_by_reason = {
-            reason: self._gauge(
+            reason: self._factory.gauge(
                 "num_requests_waiting_by_reason",
                 "Waiting requests: for room (capacity) or for a grammar (deferred)",
                 reason=reason,
             )
             for reason in ("capacity", "deferred")
         }
-        self._kv_cache_usage = self._gauge(
+        self._kv_cache_usage = self._factory.gauge(
             "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1"
         )
-        self._num_preemptions = self._counter(
+        self._num_preemptions = self._factory.counter(
             "num_preemptions", "Requests that gave their blocks back"
         )
-        self._prefix_queries = self._counter(
+        self._prefix_queries = self._factory.counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
         )
-        self._prefix_hits = self._counter(
+        self._prefix_hits = self._factory.counter(
             "prefix_cache_hits", "Prompt tokens found in the prefix cache"
         )
-        self._num_corrupted = self._counter(
+        self._num_corrupted = self._factory.counter(
             "corrupted_requests", "Requests whose logits held NaN"
         )
-        self._iteration_tokens = self._histogram(
+        self._iteration_tokens = self._factory.histogram(
             "iteration_tokens_total", "Tokens of a step", ITERATION_TOKENS_BUCKETS
         )
 
-    def _make_spec_decode_metrics(self, num_speculative_tokens: int) -> None:
-        if num_speculative_tokens == 0:
-            return
-        self._num_drafts = self._counter(
-            "spec_decode_num_drafts", "Proposals, one a request and step"
-        )
-        self._num_draft_tokens = self._counter(
-            "spec_decode_num_draft_tokens", "Drafts that were verified"
-        )
-        self._num_accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens", "Drafts that were accepted"
-        )
-        self._num_accepted_tokens_per_pos = [
-            self._counter(
-                "spec_decode_num_accepted_tokens_per_pos",
-                "Accepted drafts by place in the proposal",
-                position=str(position),
-            )
-            for position in range(num_speculative_tokens)
-        ]
-
-    def _record_spec_decode(self, stats: SpecDecodingStats) -> None:
-        self._num_drafts.inc(stats.num_drafts)
-        self._num_draft_tokens.inc(stats.num_draft_tokens)
-        self._num_accepted_tokens.inc(stats.num_accepted_tokens)
-        for counter, count in zip(
-            self._num_accepted_tokens_per_pos,
-            stats.num_accepted_tokens_per_pos,
-            strict=True,
-        ):
-            counter.inc(count)
-
     def _make_token_metrics(self) -> None:
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
+        self._prompt_tokens = self._factory.counter("prompt_tokens", "Prompt tokens")
         self._prompt_tokens_by_source = {
-            source: self._counter(
+            source: self._factory.counter(
                 "prompt_tokens_by_source",
                 "Prompt tokens by where their KV cache came from",
                 source=source,
             )
             for source in ("local_compute", "local_cache_hit")
         }
-        self._prompt_tokens_cached = self._counter(
+        self._prompt_tokens_cached = self._factory.counter(
             "prompt_tokens_cached", "Prompt tokens that were not computed again"
         )
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens")
-        self._time_to_first_token = self._histogram(
+        self._generation_tokens = self._factory.counter(
+            "generation_tokens", "Generated tokens"
+        )
+        self._time_to_first_token = self._factory.histogram(
             "time_to_first_token_seconds",
             "From arrival to the first token",
             TIME_TO_FIRST_TOKEN_BUCKETS,
         )
-        self._inter_token_latency = self._histogram(
+        self._inter_token_latency = self._factory.histogram(
             "inter_token_latency_seconds",
             "Between two outputs of a request",
             TOKEN_LATENCY_BUCKETS,
@@ -210,14 +175,14 @@ class PrometheusStatLogger(StatLoggerBase):
 
     def _make_request_metrics(self, max_model_len: int) -> None:
         self._success = {
-            str(reason): self._counter(
+            str(reason): self._factory.counter(
                 "request_success",
                 "Finished requests by reason",
                 finished_reason=str(reason),
             )
             for reason in FinishReason
         }
-        self._time_per_output_token = self._histogram(
+        self._time_per_output_token = self._factory.histogram(
             "request_time_per_output_token_seconds",
             "Mean time of a request's tokens after the first",
             TOKEN_LATENCY_BUCKETS,
@@ -240,26 +205,26 @@ class PrometheusStatLogger(StatLoggerBase):
         self._make_request_counts(build_1_2_5_buckets(max_model_len))
 
     def _make_request_counts(self, buckets: tuple[int, ...]) -> None:
-        self._request_prompt_tokens = self._histogram(
+        self._request_prompt_tokens = self._factory.histogram(
             "request_prompt_tokens", "Prompt tokens of a request", buckets
         )
-        self._request_generation_tokens = self._histogram(
+        self._request_generation_tokens = self._factory.histogram(
             "request_generation_tokens", "Generated tokens of a request", buckets
         )
-        self._request_prefill_kv_computed_tokens = self._histogram(
+        self._request_prefill_kv_computed_tokens = self._factory.histogram(
             "request_prefill_kv_computed_tokens",
             "Prompt tokens of a request that were computed, not found in the cache",
             buckets,
         )
-        self._request_max_num_generation_tokens = self._histogram(
+        self._request_max_num_generation_tokens = self._factory.histogram(
             "request_max_num_generation_tokens",
             "Generated tokens of the longest of a request's n answers",
             buckets,
         )
-        self._request_params_max_tokens = self._histogram(
+        self._request_params_max_tokens = self._factory.histogram(
             "request_params_max_tokens", "The max_tokens of a request", buckets
         )
-        self._request_params_n = self._histogram(
+        self._request_params_n = self._factory.histogram(
             "request_params_n", "The n of a request", NUM_SEQUENCES_BUCKETS
         )
 
@@ -315,43 +280,5 @@ class PrometheusStatLogger(StatLoggerBase):
             parent.max_num_generation_tokens
         )
 
-    def _gauge(self, name: str, documentation: str, **labels: str) -> Gauge:
-        return self._child(Gauge, name, documentation, labels)
-
-    def _counter(self, name: str, documentation: str, **labels: str) -> Counter:
-        return self._child(Counter, name, documentation, labels)
-
-    def _histogram(
-        self, name: str, documentation: str, buckets: tuple[float, ...]
-    ) -> Histogram:
-        histogram = Histogram(
-            PREFIX + name,
-            documentation,
-            list(self._labels),
-            registry=self._registry,
-            buckets=buckets,
-        )
-        return histogram.labels(**self._labels)
-
     def _request_time(self, name: str, documentation: str) -> Histogram:
-        return self._histogram(name, documentation, REQUEST_TIME_BUCKETS)
-
-    def _child(
-        self,
-        kind: type[_Metric],
-        name: str,
-        documentation: str,
-        labels: dict[str, str],
-    ) -> _Metric:
-        """Return the labelled child of a metric, made when its first child is."""
-        metric = self._families.get(name)
-        if metric is None:
-            metric = kind(
-                PREFIX + name,
-                documentation,
-                [*self._labels, *labels],
-                registry=self._registry,
-            )
-            self._families[name] = metric
-        assert isinstance(metric, kind), f"{name} is made twice, as two kinds"
-        return metric.labels(**self._labels, **labels)
+        return self._factory.histogram(name, documentation, REQUEST_TIME_BUCKETS)

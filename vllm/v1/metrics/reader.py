@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.samples import Sample
 
-from vllm.v1.metrics.prometheus import PREFIX, get_prometheus_registry
+from vllm.v1.metrics.metric_factory import PREFIX
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 # Counters whose series differ only in a position become one Vector.
 _POSITION_LABEL = "position"
@@ -22,9 +23,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    """A count that only grows."""
+    """A count, or a sum of seconds, that only grows."""
 
-    value: int
+    value: float
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _read_counters(family: PrometheusMetric) -> list[Metric]:
     samples = [s for s in family.samples if s.name.endswith("_total")]
     if not any(_POSITION_LABEL in sample.labels for sample in samples):
         return [
-            Counter(family.name, dict(sample.labels), int(sample.value))
+            Counter(family.name, dict(sample.labels), sample.value)
             for sample in samples
         ]
     vectors: list[Metric] = []

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.outputs import RequestStateStats
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.spec_decode.calibration import CalibrationStats
+from vllm.v1.spec_decode.metrics import (
+    SpecDecodingStats,
+    StepCost,
+    VerificationStats,
+)
 
 if TYPE_CHECKING:
     # The messages hold SchedulerStats, so this module cannot import them for real.
@@ -35,6 +40,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
         num_preempted: requests preempted in this step.
         step_prompt_tokens: prompt tokens computed in this step.
         step_generation_tokens: tokens sampled in this step.
+        verification: of this step; None without speculation, likewise the others.
+        step_cost: of the last step whose time has been predicted and is known; None if
+            it was reported before.
+        calibration: pairs since the last report, from time to time.
     """
 
     num_running_reqs: int = 0
@@ -49,6 +58,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     step_generation_tokens: int = 0
     num_corrupted_reqs: int = 0
     spec_decoding_stats: SpecDecodingStats | None = None
+    verification: VerificationStats | None = None
+    step_cost: StepCost | None = None
+    calibration: CalibrationStats | None = None
 
 
 @dataclass(frozen=True)

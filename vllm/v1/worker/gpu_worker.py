@@ -9,7 +9,10 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.gpu.cost_profiler import prepare_cost_model
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.adaptive_budget import AdaptiveBudget
+from vllm.v1.worker.gpu.spec_decode.draft_budget import BudgetPolicy, VerifyAll
 from vllm.v1.worker.gpu.warmup import warm_up
 
 logger = init_logger(__name__)
@@ -25,10 +28,14 @@ class Worker:
 
     Args:
         vllm_config: of the engine.
+        budget_policy: how many drafts steps verify; None: as the configuration says.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, budget_policy: BudgetPolicy | None = None
+    ) -> None:
         self.vllm_config = vllm_config
+        self._budget_policy = budget_policy
         self.device = torch.device(vllm_config.device_config.device)
 
     def init_device(self) -> None:
@@ -58,11 +65,15 @@ class Worker:
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache."""
+        self._kv_cache_config = kv_cache_config
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> None:
         """Run the first steps, so that no request waits for them."""
         warm_up(self.model_runner)
+        self.model_runner.verifier.policy = (
+            self._budget_policy or self._make_budget_policy()
+        )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Run the forward pass of a step."""
@@ -81,6 +92,13 @@ class Worker:
         del self.model_runner
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _make_budget_policy(self) -> BudgetPolicy:
+        config = self.vllm_config.speculative_config
+        if config is None or not config.enable_adaptive_verification:
+            return VerifyAll()
+        costs = prepare_cost_model(self.model_runner, self._kv_cache_config)
+        return AdaptiveBudget(costs)
 
     def _num_blocks_from_memory(self, groups: tuple[KVCacheGroupSpec, ...]) -> int:
         block_bytes = sum(group.block_bytes for group in groups)

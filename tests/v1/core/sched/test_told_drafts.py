@@ -88,7 +88,8 @@ def test_trimmed_drafts_are_taken_back_and_not_rejected():
         scheduler, [1, 2, 3], [7], num_verified_drafts={"a": 0}
     )
     assert output.spec_decoding_step == (0, 0)
-    assert (stats.num_drafts, stats.num_draft_tokens) == (1, 0)
+    assert (stats.num_drafts, stats.num_draft_tokens) == (1, 3)
+    assert (stats.num_admitted_tokens, stats.num_accepted_tokens) == (0, 0)
     assert request.num_computed_tokens == request.num_tokens - 1
 
 
@@ -105,7 +106,7 @@ def test_what_requests_are_told_sums_to_the_counts_also_after_preemption():
     )
     worker = FakeWorker(num_drafts=3)
     requests = [add_request(scheduler, name, 7, max_tokens=11) for name in "ab"]
-    told, counted = SpecDecodingStats([0] * 3), SpecDecodingStats([0] * 3)
+    told, counted = SpecDecodingStats.make(3), SpecDecodingStats.make(3)
     num_outputs = 0
     while scheduler.has_requests():
         output = scheduler.schedule()
@@ -115,7 +116,10 @@ def test_what_requests_are_told_sums_to_the_counts_also_after_preemption():
         num_outputs += len(outputs.outputs)
         for one in outputs.outputs:
             if one.spec_decoding_step is not None:
-                told.observe(one.spec_decoding_step)
+                # None is trimmed here.
+                told.observe(
+                    one.spec_decoding_step.num_verified, one.spec_decoding_step
+                )
         counted.add(outputs.scheduler_stats.spec_decoding_stats)
     assert sum(request.num_preemptions for request in requests) > 0
     assert told == counted

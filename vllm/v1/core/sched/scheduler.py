@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.draft_ledger import DraftLedger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.step_builder import StepBuilder, StepLimits
@@ -17,7 +18,6 @@ from vllm.v1.core.sched.stop import (
     GrammarManager,
     decide_commit,
 )
-from vllm.v1.core.sched.verified_drafts import count_verified_drafts
 from vllm.v1.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -28,7 +28,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.spec_decode.metrics import SpecDecodingStats, SpecDecodingStep
 
 
 class Scheduler:
@@ -90,10 +89,10 @@ class Scheduler:
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_corrupted_reqs = 0
-        self._num_speculative_tokens = vllm_config.num_speculative_tokens
-        self._spec_decoding_stats = self._new_spec_decoding_stats()
-        self._tells_spec_decoding_steps = (
-            vllm_config.observability_config.has_spec_decode_metrics
+        self._draft_ledger = DraftLedger(
+            vllm_config.num_speculative_tokens,
+            vllm_config.observability_config,
+            log_stats=log_stats,
         )
 
     def add_request(self, request: Request) -> None:
@@ -187,11 +186,9 @@ class Scheduler:
         outputs, self._pending_outputs = self._pending_outputs, []
         has_finished = False
         self._sampled_req_ids.clear()
-        num_verified: dict[str, int] = {}
-        if self._log_stats or self._tells_spec_decoding_steps:
-            num_verified = count_verified_drafts(
-                scheduler_output, model_runner_output, grammar_output
-            )
+        self._draft_ledger.open_step(
+            scheduler_output, model_runner_output, grammar_output
+        )
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is None:
@@ -200,15 +197,14 @@ class Scheduler:
             num_drafts = len(
                 scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             )
-            output = self._update_request(
-                request, model_runner_output, num_drafts, num_verified.get(request_id)
-            )
+            output = self._update_request(request, model_runner_output, num_drafts)
             if output is not None:
                 outputs.append(output)
                 self._sampled_req_ids.add(request_id)
                 has_finished |= output.finished
         if has_finished:
             self.running = [req for req in self.running if not req.is_finished]
+        self._draft_ledger.close_step(len(self._sampled_req_ids))
         self._is_report_due = False
         return EngineCoreOutputs(
             outputs, self.make_stats() if self._log_stats else None, time.monotonic()
@@ -240,9 +236,8 @@ class Scheduler:
             step_prompt_tokens=self._num_prompt_tokens,
             step_generation_tokens=self._num_generation_tokens,
             num_corrupted_reqs=self._num_corrupted_reqs,
-            spec_decoding_stats=self._spec_decoding_stats,
         )
-        self._spec_decoding_stats = self._new_spec_decoding_stats()
+        self._draft_ledger.report(stats, is_idle=not self.requests)
         self._num_preempted = self._num_corrupted_reqs = 0
         self._num_prompt_tokens = self._num_generation_tokens = 0
         return stats
@@ -304,26 +299,11 @@ class Scheduler:
             ):
                 output.structured_output_request_ids.append(request_id)
 
-    def _new_spec_decoding_stats(self) -> SpecDecodingStats | None:
-        if self._num_speculative_tokens == 0:
-            return None
-        return SpecDecodingStats([0] * self._num_speculative_tokens)
-
     # What comes out of a step.
 
     def _update_request(
-        self,
-        request: Request,
-        result: ModelRunnerOutput,
-        num_drafts: int,
-        num_verified: int | None,
+        self, request: Request, result: ModelRunnerOutput, num_drafts: int
     ) -> EngineCoreOutput | None:
-        """Commit a request's tokens.
-
-        Args:
-            num_drafts: scheduled ones.
-            num_verified: those of them that were verified; None: not to be counted.
-        """
         request_id = request.request_id
         if request.num_computed_tokens < request.num_tokens:
             # A chunk of a prompt; what the worker says of it is no output.
@@ -331,7 +311,7 @@ class Scheduler:
         batch_idx = result.req_id_to_index.get(request_id)
         token_ids = [] if batch_idx is None else result.sampled_token_ids[batch_idx]
         request.num_computed_tokens -= max(num_drafts + 1 - len(token_ids), 0)
-        spec_decoding_step = self._count_drafts(num_verified, len(token_ids))
+        settled = self._draft_ledger.settle(request_id, len(token_ids))
         is_first = request.num_output_tokens == 0
         commit = self._decide_commit(request, result, token_ids)
         if commit.num_kept < len(token_ids):
@@ -359,27 +339,14 @@ class Scheduler:
             error=commit.error,
             error_parameter=commit.error_parameter,
             is_client_error=commit.error_parameter is not None,
-            spec_decoding_step=spec_decoding_step,
+            spec_decoding_step=settled.step,
+            draft_trace=settled.trace,
         )
         if commit.status is not None:
             request.stop_reason = output.stop_reason = commit.stop_reason
             output.finish_reason = FINISH_REASONS[commit.status]
             self._release(request, commit.status)
         return output
-
-    def _count_drafts(
-        self, num_verified: int | None, num_sampled: int
-    ) -> SpecDecodingStep | None:
-        """Count the drafts of a request; return what its answer shall tell of them."""
-        if num_verified is None:
-            return None
-        # Before a stop cuts the tokens: a draft behind it was accepted all the same.
-        # Behind the end of a grammar the last mask is repeated, and verifies nothing.
-        num_accepted = min(max(num_sampled - 1, 0), num_verified)
-        step = SpecDecodingStep(num_verified, num_accepted)
-        if self._spec_decoding_stats is not None:
-            self._spec_decoding_stats.observe(step)
-        return step if self._tells_spec_decoding_steps else None
 
     def _decide_commit(
         self, request: Request, result: ModelRunnerOutput, token_ids: list[int]

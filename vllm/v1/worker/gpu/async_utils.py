@@ -1,5 +1,7 @@
 """The one place that waits for the device: results on their way to the host."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -9,6 +11,35 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
+from vllm.v1.spec_decode.metrics import StepCost
+from vllm.v1.worker.gpu.batch_layout import BatchLayout
+
+
+@dataclass(frozen=True)
+class VerificationRecord:
+    """What is told of the verification of a step beside its samples.
+
+    Args:
+        layout: of the step.
+        draft_confidences: [num_reqs, num_speculative_tokens] float32, on the device, in
+            a tensor of their own; None: nobody predicts.
+        step_cost: of an earlier step, if it has become known.
+    """
+
+    layout: BatchLayout
+    draft_confidences: torch.Tensor | None = None
+    step_cost: StepCost | None = None
+
+
+def make_copy_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """Return a stream for copies to the host; None on a CPU, where they are views."""
+    return torch.cuda.Stream() if device.type == "cuda" else None
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has nothing left to do; not for steps of requests."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class AsyncOutput:
@@ -18,6 +49,7 @@ class AsyncOutput:
         req_ids: the requests of the step, in batch order.
         sampler_output: on the device.
         prompt_logprobs: finished prompts' log-probabilities, on the device.
+        verification: of the step.
         copy_stream: for the copies; None on a CPU, where a copy is a view.
     """
 
@@ -26,9 +58,15 @@ class AsyncOutput:
         req_ids: list[str],
         sampler_output: SamplerOutput,
         prompt_logprobs: dict[str, LogprobsTensors],
+        verification: VerificationRecord,
         copy_stream: "torch.cuda.Stream | None" = None,
     ) -> None:
         self._req_ids = req_ids
+        self._verification = verification
+        self._num_rows: torch.Tensor | None = None
+        if not verification.layout.is_exact_on_host:
+            # The prefix sums may be rewritten by the next step.
+            self._num_rows = torch.diff(verification.layout.cu_num_logits)
         # The device tensors must outlive the copies that read them.
         self._sampler_output = sampler_output
         self._prompt_logprobs = prompt_logprobs
@@ -50,6 +88,15 @@ class AsyncOutput:
             None
             if output.num_nans is None
             else output.num_nans.to("cpu", non_blocking=True)
+        )
+        self._host_num_rows = (
+            None
+            if self._num_rows is None
+            else self._num_rows.to("cpu", non_blocking=True)
+        )
+        confidences = self._verification.draft_confidences
+        self._confidences = (
+            None if confidences is None else confidences.to("cpu", non_blocking=True)
         )
         self._logprobs = (
             None
@@ -84,7 +131,29 @@ class AsyncOutput:
                 self._req_ids[batch_idx]: int(num_nans[batch_idx])
                 for batch_idx in np.flatnonzero(num_nans)
             },
+            num_verified_drafts=self._count_verified_drafts(),
+            draft_confidences=(
+                None if self._confidences is None else self._confidences.numpy()
+            ),
+            step_cost=self._verification.step_cost,
         )
+
+    def _count_verified_drafts(self) -> dict[str, int]:
+        """Return the counts of the requests that have a draft trimmed."""
+        layout = self._verification.layout
+        num_scheduled = layout.num_draft_tokens_per_req
+        if num_scheduled is None or layout.num_trimmed_drafts == 0:
+            return {}
+        if self._host_num_rows is None:
+            num_rows = np.diff(layout.verified_cu_num_logits_np)
+        else:
+            num_rows = self._host_num_rows.numpy()
+        # Who samples nothing has neither drafts nor rows.
+        num_verified = np.maximum(num_rows - layout.num_bonus_tokens, 0)
+        return {
+            self._req_ids[batch_idx]: int(num_verified[batch_idx])
+            for batch_idx in np.flatnonzero(num_verified < num_scheduled)
+        }
 
 
 class AsyncDrafts:

@@ -12,6 +12,51 @@ class InexactLayoutError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class ScheduledStep:
+    """What the scheduler gave a step, in batch order, on the host.
+
+    Args:
+        idx_mapping_np: [num_reqs] int32, batch_idx -> req_state_idx.
+        num_tokens_np: [num_reqs] int32, drafts included.
+        num_drafts_np: [num_reqs] int32.
+        is_sampling_np: [num_reqs] bool; a chunk that ends before the last known token
+            samples nothing, and has no drafts.
+        num_bonus_tokens: logit rows of a sampling request beside its drafts.
+    """
+
+    idx_mapping_np: np.ndarray
+    num_tokens_np: np.ndarray
+    num_drafts_np: np.ndarray
+    is_sampling_np: np.ndarray
+    num_bonus_tokens: int
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the step."""
+        return len(self.num_tokens_np)
+
+    @property
+    def num_sampling_reqs(self) -> int:
+        """Requests that get a token, whatever becomes of their drafts."""
+        return int(self.is_sampling_np.sum())
+
+    @cached_property
+    def num_drafts(self) -> int:
+        """Scheduled drafts."""
+        return int(self.num_drafts_np.sum())
+
+    @property
+    def num_non_draft_tokens(self) -> int:
+        """Tokens that the target computes also if no draft is verified."""
+        return int(self.num_tokens_np.sum()) - self.num_drafts
+
+    @property
+    def num_bonus_rows_np(self) -> np.ndarray:
+        """[num_reqs] int32: logit rows beside the drafts'."""
+        return self.is_sampling_np.astype(np.int32) * self.num_bonus_tokens
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """The two row layouts of one step (never one field for both).
 
@@ -43,6 +88,11 @@ class BatchLayout:
     def num_reqs(self) -> int:
         """Requests in the step."""
         return len(self.num_scheduled_tokens_np)
+
+    @property
+    def is_sampling_np(self) -> np.ndarray:
+        """[num_reqs] bool: who owns a row, in either layout."""
+        return np.diff(self.cu_num_logits_np) > 0
 
     @property
     def num_scheduled_drafts(self) -> int:

@@ -68,6 +68,8 @@ class StagedWriteTensor:
         if self._np is not None:
             self._np[first : first + len(data)] = data
             return
+        if len(data) == 0:
+            return
         self._indices.append(np.arange(first, first + len(data), dtype=np.int64))
         self._values.append(data)
 
@@ -88,6 +90,30 @@ class StagedWriteTensor:
         )
         self._indices.clear()
         self._values.clear()
+
+
+class HostSnapshot:
+    """A copy of a device array for the host, which never waits for it.
+
+    NOTE: it may be read after the wait that ends the step after `take`, and not before:
+    that wait is for a later point of the same stream.
+
+    Args:
+        shape: of the array.
+        dtype: of the array.
+        device: where the array lives.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        pin_memory = device.type != "cpu"
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)
+        self.np: np.ndarray = self._host.numpy()
+
+    def take(self, source: torch.Tensor) -> None:
+        """Send the array as it is at this point of the stream."""
+        self._host.copy_(source, non_blocking=True)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -19,13 +19,18 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
-from vllm.v1.worker.gpu.async_utils import AsyncDrafts, AsyncOutput
+from vllm.v1.worker.gpu.async_utils import (
+    AsyncDrafts,
+    AsyncOutput,
+    VerificationRecord,
+    make_copy_stream,
+)
 from vllm.v1.worker.gpu.attn_utils import (
     allocate_kv_caches,
     build_attn_metadata,
     group_kv_cache_specs,
 )
-from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
+from vllm.v1.worker.gpu.batch_layout import ScheduledStep
 from vllm.v1.worker.gpu.block_table import BlockTable
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import (
@@ -37,8 +42,13 @@ from vllm.v1.worker.gpu.input_batch import (
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobs
 from vllm.v1.worker.gpu.sample.sampler import Sampler, SamplingRows
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
+    AdaptiveVerifier,
+    VerificationPlan,
+)
 from vllm.v1.worker.gpu.spec_decode.factory import make_speculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.verified_layout import make_verified_layout
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -48,6 +58,7 @@ class _ExecutedStep:
     """What `execute_model` leaves for `sample_tokens`."""
 
     batch: InputBatch
+    plan: VerificationPlan
     hidden_states: torch.Tensor
     taps: list[torch.Tensor]
 
@@ -102,11 +113,14 @@ class GPUModelRunner:
         self.speculator = make_speculator(
             vllm_config, self.req_states, self.sampler.states, self.block_table, device
         )
+        self.verifier = AdaptiveVerifier(
+            max_num_reqs, vllm_config.num_speculative_tokens, device
+        )
         self.rejection_sampler = RejectionSampler(
             self.sampler, vllm_config.speculative_config
         )
         self.kv_caches: dict[str, torch.Tensor] = {}
-        self._copy_stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._copy_stream = make_copy_stream(device)
         self._executed: _ExecutedStep | None = None
         self._drafts: AsyncDrafts | None = None
 
@@ -155,25 +169,32 @@ class GPUModelRunner:
         self._update_rows(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return
-        batch = self._prepare_inputs(scheduler_output)
+        batch, plan = self._prepare_inputs(scheduler_output)
         hidden_states, taps = self._forward(batch.input_ids, batch.positions, batch)
-        self._executed = _ExecutedStep(batch, hidden_states, taps)
+        self._executed = _ExecutedStep(batch, plan, hidden_states, taps)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample the step that `execute_model` ran and advance the rows."""
         if self._executed is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch, hidden_states = self._executed.batch, self._executed.hidden_states
-        taps = self._executed.taps
-        self._executed = None
+        executed, self._executed = self._executed, None
+        batch, hidden_states = executed.batch, executed.hidden_states
         sampler_output = self._sample(batch, hidden_states, grammar_output)
         prompt_logprobs = self._compute_prompt_logprobs(batch, hidden_states)
         output = AsyncOutput(
-            batch.req_ids, sampler_output, prompt_logprobs, self._copy_stream
+            batch.req_ids,
+            sampler_output,
+            prompt_logprobs,
+            VerificationRecord(
+                batch.layout,
+                self.verifier.get_confidences(batch.layout, batch.idx_mapping),
+                self.verifier.take_step_cost(),
+            ),
+            self._copy_stream,
         )
         self._advance_rows(batch, sampler_output)
-        self._propose(batch, sampler_output, hidden_states, taps)
+        self._propose(executed, sampler_output)
         return output.get_output()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -196,6 +217,7 @@ class GPUModelRunner:
         self.req_states.apply_staged_writes()
         self.block_table.apply_staged_writes()
         self.sampler.apply_staged_writes()
+        self.verifier.apply_staged_writes()
 
     def _add_request(self, request: NewRequestData) -> None:
         req_state_idx = self.req_states.add_request(
@@ -206,6 +228,7 @@ class GPUModelRunner:
             request.sampling_params.num_speculative_tokens,
         )
         self.block_table.set_block_ids(req_state_idx, request.block_ids[0])
+        self.verifier.add_request(req_state_idx)
         self.sampler.add_request(
             req_state_idx,
             request.req_id,
@@ -227,7 +250,9 @@ class GPUModelRunner:
             self.sampler.remove_request(req_state_idx)
             self.prompt_logprobs.remove_request(req_state_idx)
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[InputBatch, VerificationPlan]:
         num_scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         # Verification rows first, then decodes, then prefills.
@@ -235,21 +260,13 @@ class GPUModelRunner:
             num_scheduled,
             key=lambda req_id: (req_id not in drafts, num_scheduled[req_id]),
         )
-        states = self.req_states
-        idx_mapping_np = np.array(
-            [states.req_id_to_index[req_id] for req_id in req_ids], dtype=np.int32
-        )
-        num_scheduled_np = np.array(
-            [num_scheduled[req_id] for req_id in req_ids], dtype=np.int32
-        )
-        num_drafts_np = np.array(
-            [len(drafts.get(req_id, ())) for req_id in req_ids], dtype=np.int32
-        )
         num_computed_np = self._num_computed_tokens(scheduler_output, req_ids)
-        layout = self._build_layout(
-            num_scheduled_np, num_computed_np, num_drafts_np, idx_mapping_np
-        )
-        idx_mapping = to_device(idx_mapping_np, self.device)
+        step = self._describe_step(scheduler_output, req_ids, num_computed_np)
+        idx_mapping = to_device(step.idx_mapping_np, self.device)
+        states = self.req_states
+        max_drafts_np = states.max_num_drafts_np[step.idx_mapping_np]
+        plan = self.verifier.plan(step, idx_mapping, max_drafts_np)
+        layout = make_verified_layout(step, plan.draft_budget, plan.admitted)
         input_ids, positions, seq_lens = gather_inputs(
             states.all_token_ids.gpu,
             states.total_len.gpu,
@@ -260,18 +277,19 @@ class GPUModelRunner:
             layout.num_tokens,
         )
         logit_rows = expand_logit_rows(layout, idx_mapping, positions)
-        return InputBatch(
+        batch = InputBatch(
             req_ids,
-            idx_mapping_np,
+            step.idx_mapping_np,
             idx_mapping,
             layout,
             input_ids,
             positions,
             seq_lens,
-            int((num_computed_np + num_scheduled_np).max()),
+            int((num_computed_np + step.num_tokens_np).max()),
             num_computed_np,
             *logit_rows,
         )
+        return batch, plan
 
     def _num_computed_tokens(
         self, scheduler_output: SchedulerOutput, req_ids: list[str]
@@ -284,27 +302,32 @@ class GPUModelRunner:
             num_computed[request.req_id] = request.num_computed_tokens
         return np.array([num_computed[req_id] for req_id in req_ids], dtype=np.int32)
 
-    def _build_layout(
+    def _describe_step(
         self,
-        num_scheduled_np: np.ndarray,
+        scheduler_output: SchedulerOutput,
+        req_ids: list[str],
         num_computed_np: np.ndarray,
-        num_drafts_np: np.ndarray,
-        idx_mapping_np: np.ndarray,
-    ) -> BatchLayout:
+    ) -> ScheduledStep:
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        states = self.req_states
+        idx_mapping_np = np.array(
+            [states.req_id_to_index[req_id] for req_id in req_ids], dtype=np.int32
+        )
+        num_tokens_np = np.array(
+            [num_scheduled[req_id] for req_id in req_ids], dtype=np.int32
+        )
+        num_drafts_np = np.array(
+            [len(drafts.get(req_id, ())) for req_id in req_ids], dtype=np.int32
+        )
         # A chunk that ends before the last known token samples nothing.
-        prefill_len = self.req_states.prefill_len.np[idx_mapping_np]
-        is_sampling = num_computed_np + num_scheduled_np >= prefill_len
-        num_rows = np.where(is_sampling, num_drafts_np + self.num_bonus_tokens, 0)
-        cu_num_logits_np = prefix_sum(num_rows)
-        num_drafts = int(num_drafts_np.sum())
-        return BatchLayout(
-            cu_num_logits_np=cu_num_logits_np,
-            cu_num_logits=to_device(cu_num_logits_np, self.device),
-            query_start_loc=to_device(prefix_sum(num_scheduled_np), self.device),
-            num_scheduled_tokens_np=num_scheduled_np,
-            num_draft_tokens_per_req=num_drafts_np if num_drafts else None,
-            num_bonus_tokens=self.num_bonus_tokens,
-            draft_budget=num_drafts,
+        prefill_len = states.prefill_len.np[idx_mapping_np]
+        return ScheduledStep(
+            idx_mapping_np,
+            num_tokens_np,
+            num_drafts_np,
+            num_computed_np + num_tokens_np >= prefill_len,
+            self.num_bonus_tokens,
         )
 
     def _forward(
@@ -337,24 +360,25 @@ class GPUModelRunner:
                 req_ids=batch.req_ids,
                 grammar_output=grammar_output,
             )
-        if batch.layout.num_scheduled_drafts == 0:
+        if batch.layout.draft_budget == 0:
             return self.sampler(logits, rows, apply_grammar)
         draft_logits = None if self.speculator is None else self.speculator.draft_logits
         return self.rejection_sampler(logits, rows, draft_logits, apply_grammar)
 
-    def _propose(
-        self,
-        batch: InputBatch,
-        sampler_output: SamplerOutput,
-        hidden_states: torch.Tensor,
-        taps: list[torch.Tensor],
-    ) -> None:
+    def _propose(self, executed: _ExecutedStep, sampler_output: SamplerOutput) -> None:
         if self.speculator is None:
             return
-        drafts = self.speculator.propose(batch, sampler_output, hidden_states, taps)
+        batch, taps = executed.batch, executed.taps
+        if not executed.plan.drafts_next:
+            self.speculator.write_context(batch, taps)
+            return
+        drafts = self.speculator.propose(
+            batch, sampler_output, executed.hidden_states, taps
+        )
         if drafts is None:
             return
         self.req_states.draft_tokens[batch.idx_mapping.long()] = drafts.token_ids
+        self.verifier.observe_drafts(batch.idx_mapping_np, batch.idx_mapping, drafts)
         self._drafts = AsyncDrafts(
             batch.req_ids, drafts.token_ids, drafts.num_drafts, self._copy_stream
         )
@@ -378,3 +402,5 @@ class GPUModelRunner:
             states.num_computed_tokens.gpu,
         )
         self.sampler.post_update(batch.idx_mapping, sampler_output)
+        if self.speculator is not None and batch.layout.num_scheduled_drafts > 0:
+            self.speculator.observe_acceptance(batch, sampler_output)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from vllm.config import SpeculativeConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import (
     CachedRequestData,
@@ -10,6 +11,11 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.draft_budget import (
+    BudgetPolicy,
+    FixedBudget,
+    VerifyAll,
+)
 
 _NUM_PROMPT_TOKENS = 3
 
@@ -31,14 +37,33 @@ def warm_up(runner: GPUModelRunner) -> None:
     ]
     _run(runner, _make_step(req_ids, len(prompt), new_reqs=new_reqs))
     num_computed = len(prompt)
-    for num_drafts in dict.fromkeys((0, config.num_speculative_tokens)):
+    for num_drafts, policy in _list_steps(config.speculative_config):
         # The sampled tokens must have a place, too.
         if num_computed + 2 * (1 + num_drafts) <= max_model_len:
-            _run(runner, _make_step(req_ids, 1 + num_drafts, num_computed, num_drafts))
+            with runner.verifier.forced_policy(policy):
+                step = _make_step(req_ids, 1 + num_drafts, num_computed, num_drafts)
+                _run(runner, step)
             num_computed += 1 + num_drafts
     end = SchedulerOutput([], CachedRequestData(), {}, 0, finished_req_ids=set(req_ids))
     runner.execute_model(end)
     runner.sample_tokens(None)
+    runner.verifier.forget_confidences()
+    if runner.speculator is not None:
+        runner.speculator.forget_acceptance()
+
+
+def _list_steps(
+    config: SpeculativeConfig | None,
+) -> list[tuple[int, BudgetPolicy]]:
+    """Return the numbers of drafts of a decode, and how many of them are verified."""
+    steps: list[tuple[int, BudgetPolicy]] = [(0, VerifyAll())]
+    if config is not None:
+        num_drafts = config.num_speculative_tokens
+        steps.append((num_drafts, VerifyAll()))
+        if config.enable_adaptive_verification:
+            # Only the device knows which one it is.
+            steps.append((num_drafts, FixedBudget(1)))
+    return steps
 
 
 def _make_params() -> dict[str, SamplingParams]:

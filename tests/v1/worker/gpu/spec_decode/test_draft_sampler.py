@@ -57,6 +57,17 @@ def test_what_a_draft_was_drawn_from_is_kept_at_its_place(device):
     assert not sampler.draft_logits[:, 0].any()
 
 
+def test_a_score_is_that_of_the_temperature_before_the_draw(device):
+    params = SamplingParams(temperature=0.5), SamplingParams(temperature=0.0)
+    sampler = make_sampler(device, "probabilistic", *params)
+    logits = torch.full((2, VOCAB_SIZE), float("-inf"), device=device)
+    logits[:, 2:4] = torch.tensor([1.0, 2.0])
+    before = logits.clone()
+    index = torch.arange(2, dtype=torch.int32, device=device)
+    assert sampler.score(logits, index).tolist() == pytest.approx([2.0, 1.0])
+    assert torch.equal(logits, before)
+
+
 def test_drafts_of_greedy_requests_alone_need_no_distribution(device):
     sampler = make_sampler(device, "probabilistic", GREEDY)
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, -1.0]], device=device)

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.sample.random import (
 )
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm.v1.worker.gpu.spec_decode.admitted_drafts import admit_drafts
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import rejection_sample
 
 NUM_REQS = 3000
@@ -57,11 +58,22 @@ def _draw_drafts(states: SamplingStates, keys_of) -> torch.Tensor:
     return torch.stack(columns, dim=1)
 
 
-def _verify(states: SamplingStates, drafts: torch.Tensor, has_draft_logits: bool):
+def _verify(
+    states: SamplingStates,
+    drafts: torch.Tensor,
+    has_draft_logits: bool,
+    admitted: torch.Tensor | None = None,
+):
+    """Verify all drafts, or the leading ones of each request that are admitted."""
+    counts = [NUM_DRAFTS] * NUM_REQS if admitted is None else admitted.tolist()
+    verified = [ids[:count] for ids, count in zip(drafts.tolist(), counts, strict=True)]
     rows = make_spec_rows(
-        torch.device("cpu"), drafts.tolist(), [FIRST_POSITION] * NUM_REQS
+        torch.device("cpu"),
+        verified,
+        [FIRST_POSITION] * NUM_REQS,
+        num_scheduled=[NUM_DRAFTS] * NUM_REQS,
     )
-    logits = TARGET.log().repeat(NUM_REQS, 1)
+    logits = TARGET.log()[rows.expanded_local_pos.long()]
     return rejection_sample(
         lambda start, end: logits[start:end].clone(),
         DRAFT.log().repeat(NUM_REQS, 1, 1) if has_draft_logits else None,
@@ -78,8 +90,7 @@ def _worst_deviation(sampled: torch.Tensor) -> float:
     target's all the same.
     """
     worst = 0.0
-    for place, law in enumerate(TARGET):
-        tokens = sampled[:, place]
+    for law, tokens in zip(TARGET, sampled.T, strict=False):
         tokens = tokens[tokens >= 0]
         assert len(tokens) > 100, "too few to judge"
         counts = torch.bincount(tokens, minlength=4).double()
@@ -88,6 +99,12 @@ def _worst_deviation(sampled: torch.Tensor) -> float:
         # Mean 3, variance 6.
         worst = max(worst, (chi_square - 3) / 6**0.5)
     return worst
+
+
+def _confidences(drafts: torch.Tensor) -> torch.Tensor:
+    """Return [NUM_REQS, NUM_DRAFTS]; the second one has seen the first draft."""
+    second = torch.where(drafts[:, 0] == 2, 0.95, 0.05)
+    return torch.stack([torch.full_like(second, 0.6), second], dim=1)
 
 
 def _certain_drafts() -> torch.Tensor:
@@ -108,6 +125,31 @@ def test_certain_drafts_keep_the_targets_law(all_states):
     assert _worst_deviation(sampled) < 10
     passed = (num_sampled > 1).sum().item()
     assert abs(passed - 0.25 * NUM_REQS) < 10 * (0.19 * NUM_REQS) ** 0.5
+
+
+# Fewer than one draft a request, and so many that some requests have two.
+@pytest.mark.parametrize("budget", [2000, 4000])
+def test_drafts_that_are_admitted_by_their_survivals_keep_the_targets_law(
+    budget, all_states
+):
+    states = all_states[False]
+    drafts = _draw_drafts(states, draft_noise_keys)
+    mapping = torch.arange(NUM_REQS, dtype=torch.int32)
+    counts = torch.full((NUM_REQS,), NUM_DRAFTS, dtype=torch.int32)
+    admitted = admit_drafts(_confidences(drafts), mapping, counts, budget)
+    assert admitted.sum() == budget
+    sampled, _ = _verify(states, drafts, True, admitted)
+    assert _worst_deviation(sampled[:, : 2 if budget < NUM_REQS else 3]) < 10
+
+
+def test_a_number_of_drafts_that_knows_the_first_of_them_is_seen(all_states):
+    states = all_states[False]
+    drafts = _draw_drafts(states, draft_noise_keys)
+    # Two drafts where the second is likely, and none where it is not: as many tokens a
+    # second as can be.
+    admitted = torch.where(_confidences(drafts)[:, 1] > 0.5, 2, 0)
+    sampled, _ = _verify(states, drafts, True, admitted)
+    assert _worst_deviation(sampled) > 10
 
 
 @pytest.mark.parametrize("has_draft_logits", [False, True])

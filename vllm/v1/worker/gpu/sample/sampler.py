@@ -288,8 +288,7 @@ class Sampler:
         layout = rows.layout
         num_logprobs = self.states.num_logprobs_np[rows.idx_mapping_np]
         is_wanted = num_logprobs != NO_LOGPROBS
-        # A request with scheduled rows keeps at least one.
-        is_wanted &= np.diff(layout.cu_num_logits_np) > 0
+        is_wanted &= layout.is_sampling_np
         if not is_wanted.any():
             return None
         widest = int(num_logprobs[is_wanted].max())

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
 from vllm.v1.worker.gpu.sample.random import draft_noise_keys
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.temperature import apply_temperature
+from vllm.v1.worker.gpu.spec_decode.confidence.certainty import compute_certainty
 
 
 class DraftSampler:
@@ -68,6 +69,18 @@ class DraftSampler:
             self.draft_logits[rows] = float("-inf")
             self._is_restricted_np[new] = True
         return False
+
+    def score(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """Return how sure the next drafts' distributions are, before the draw.
+
+        Args:
+            logits: [num_rows, vocab_size] float32, as `sample` gets them.
+            idx_mapping: [num_rows] int32, row -> request row.
+
+        Returns:
+            [num_rows] float32, as `compute_certainty` says.
+        """
+        return compute_certainty(logits, idx_mapping, self._states.temperature.gpu)
 
     def sample(
         self,

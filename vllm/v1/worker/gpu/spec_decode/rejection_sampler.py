@@ -183,9 +183,8 @@ class RejectionSampler:
         )
         logprobs_tensors = None
         if logprob_rows is not None:
-            token_ids = flatten_sampled(sampled, rows.layout.cu_num_logits, len(logits))
-            logprobs_tensors = self._compute_logprobs(
-                logits, token_ids, rows, logprob_rows
+            logprobs_tensors = self._get_logprobs_tensors(
+                sampled, logits, rows, logprob_rows
             )
         num_nans = None
         if nans_before is not None:
@@ -217,13 +216,14 @@ class RejectionSampler:
             return processed.clone()
         return processed
 
-    def _compute_logprobs(
+    def _get_logprobs_tensors(
         self,
+        sampled: torch.Tensor,
         logits: torch.Tensor,
-        token_ids: torch.Tensor,
         rows: SamplingRows,
         logprob_rows: LogprobRows,
     ) -> LogprobsTensors:
+        token_ids = flatten_sampled(sampled, rows.layout.cu_num_logits, len(logits))
         chosen = self.sampler.states.chosen_token_ids
         has_chosen = chosen.lengths.np[rows.idx_mapping_np].any()
         wanted, boundaries = logprob_rows.logit_idx, logprob_rows.cu_num_rows

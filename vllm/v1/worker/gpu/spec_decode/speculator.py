@@ -10,6 +10,7 @@ from vllm.model_executor.models.interfaces import CausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.confidence.estimator import ConfidenceEstimator
 from vllm.v1.worker.gpu.states import RequestState
 
 
@@ -23,16 +24,39 @@ class Drafts:
             allows none.
         confidence_probs: [num_reqs, num_speculative_tokens] float32, the probability
             that a draft is accepted if those before it are, known before the draft is
-            drawn; None if the speculator has no idea.
+            drawn; 0 past num_drafts.
     """
 
     token_ids: torch.Tensor
     num_drafts: torch.Tensor
-    confidence_probs: torch.Tensor | None = None
+    confidence_probs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ScoredDrafts:
+    """Drafts of some requests of a batch, before anybody says what they are worth.
+
+    Args:
+        token_ids: [num_rows, num_speculative_tokens] int64; -1 past num_drafts.
+        num_drafts: [num_rows] int32.
+        scores: [num_rows, num_speculative_tokens] float32, each known before its draft
+            is drawn.
+    """
+
+    token_ids: torch.Tensor
+    num_drafts: torch.Tensor
+    scores: torch.Tensor
 
 
 class Speculator(ABC):
-    """Proposes drafts for a batch of requests, without a wait for the device."""
+    """Proposes drafts for a batch of requests, without a wait for the device.
+
+    Args:
+        confidence: what the drafts' scores are worth.
+    """
+
+    def __init__(self, confidence: ConfidenceEstimator) -> None:
+        self._confidence = confidence
 
     @property
     def draft_logits(self) -> torch.Tensor | None:
@@ -70,6 +94,37 @@ class Speculator(ABC):
             taps: of as many tokens as a step can have.
         """
 
+    def write_context(  # noqa: B027 - not every speculator remembers anything
+        self, batch: InputBatch, taps: list[torch.Tensor]
+    ) -> None:
+        """Keep the drafter's cache complete in a step that it does not draft after.
+
+        The request rows are already advanced by what the step has sampled.
+
+        Args:
+            batch: of the step.
+            taps: as for `propose`.
+        """
+
+    def observe_acceptance(
+        self, batch: InputBatch, sampler_output: SamplerOutput
+    ) -> None:
+        """Learn which of the step's drafts were accepted.
+
+        To be called after a step that had drafts, before the next ones are proposed.
+
+        Args:
+            batch: of the step.
+            sampler_output: of the step.
+        """
+        self._confidence.observe(
+            batch.layout, batch.idx_mapping, sampler_output.num_sampled
+        )
+
+    def forget_acceptance(self) -> None:
+        """Forget what was learnt, such as from steps that were nobody's."""
+        self._confidence.forget()
+
     @abstractmethod
     def propose(
         self,
@@ -95,6 +150,27 @@ class Speculator(ABC):
             None if the host knows that no request of the batch gets a draft.
         """
 
+    def _complete(
+        self, batch: InputBatch, rows: torch.Tensor, drafted: ScoredDrafts
+    ) -> Drafts:
+        """Return the proposal of a step in which these requests of the batch drafted.
+
+        Args:
+            batch: of the step.
+            rows: [num_rows] int64, batch_idx of each.
+            drafted: in the same order.
+        """
+        shape = batch.num_reqs, drafted.token_ids.shape[1]
+        token_ids = drafted.token_ids.new_full(shape, -1)
+        num_drafts = drafted.num_drafts.new_zeros(batch.num_reqs)
+        scores = drafted.scores.new_zeros(shape)
+        token_ids[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
+        scores[rows] = drafted.scores
+        confidence_probs = self._confidence.estimate(
+            scores, batch.idx_mapping, num_drafts
+        )
+        return Drafts(token_ids, num_drafts, confidence_probs)
+
 
 def find_drafting_rows(batch: InputBatch, req_states: RequestState) -> np.ndarray:
     """Return the batch rows that have sampled and may have drafts, as the host knows.
@@ -103,7 +179,5 @@ def find_drafting_rows(batch: InputBatch, req_states: RequestState) -> np.ndarra
         batch: of the step.
         req_states: the requests' own limits.
     """
-    is_sampling = np.diff(batch.layout.cu_num_logits_np) > 0
-    return np.flatnonzero(
-        is_sampling & (req_states.max_num_drafts_np[batch.idx_mapping_np] > 0)
-    )
+    max_num_drafts_np = req_states.max_num_drafts_np[batch.idx_mapping_np]
+    return np.flatnonzero(batch.layout.is_sampling_np & (max_num_drafts_np > 0))

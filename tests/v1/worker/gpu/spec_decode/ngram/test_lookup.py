@@ -10,15 +10,20 @@ both = pytest.mark.parametrize(
 )
 
 
-def propose(impl, rows, device, num_drafts=3, shortest=2, longest=3):
+def propose_all(impl, rows, device, num_drafts=3, shortest=2, longest=3):
     width = max(map(len, rows)) + 4
     tokens = torch.full((len(rows), width), 777, dtype=torch.int32, device=device)
     for row, values in enumerate(rows):
         tokens[row, : len(values)] = torch.tensor(values, dtype=torch.int32)
     lengths = torch.tensor([len(r) for r in rows], dtype=torch.int32, device=device)
     index = torch.arange(len(rows), dtype=torch.int32, device=device)
-    drafts, counts = impl(tokens, lengths, index, width, shortest, longest, num_drafts)
-    return drafts.tolist(), counts.tolist()
+    results = impl(tokens, lengths, index, width, shortest, longest, num_drafts)
+    return [result.tolist() for result in results]
+
+
+def propose(*args):
+    """Return the drafts and their number."""
+    return tuple(propose_all(*args)[:2])
 
 
 @both
@@ -53,7 +58,7 @@ def test_no_match_gives_no_draft(impl, device):
 @both
 def test_rows_are_found_by_the_mapping(impl, device):
     tokens = torch.tensor([[1, 1, 1, 1], [5, 6, 5, 6]], dtype=torch.int32)
-    drafts, counts = impl(
+    drafts, counts, _ = impl(
         tokens.to(device),
         torch.tensor([4, 4], dtype=torch.int32, device=device),
         torch.tensor([1], dtype=torch.int32, device=device),
@@ -63,6 +68,26 @@ def test_rows_are_found_by_the_mapping(impl, device):
         1,
     )
     assert (drafts.tolist(), counts.tolist()) == ([[5]], [1])
+
+
+@both
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        # Longer than a suffix that is looked for.
+        ([3, 9, 8, 7, 6, 1, 2, 40, 9, 8, 7, 6, 1, 2], 6),
+        # The text begins within it.
+        ([8, 1, 2, 3, 40, 50, 8, 1, 2, 3], 4),
+        # Two places overlap.
+        ([5] * 10, 9),
+        ([1, 2, 30, 40, 1, 2], 2),
+        ([1, 2, 3, 4, 5], 0),
+        ([1], 0),
+        ([7, *range(100, 140), 8, *range(100, 140)], lookup.MAX_MATCH_LEN),
+    ],
+)
+def test_a_match_is_measured_as_far_as_it_goes(impl, row, expected, device):
+    assert propose_all(impl, [row], device)[2] == [expected]
 
 
 @pytest.mark.parametrize("length", [1, 2, 40, 1030])

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from vllm.config import VllmConfig
@@ -17,6 +16,7 @@ from vllm.v1.worker.gpu.block_table import BlockTable
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.confidence.estimator import ConfidenceEstimator
 from vllm.v1.worker.gpu.spec_decode.draft_model.inputs import (
     DraftInputs,
     gather_committed_inputs,
@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.draft_model.inputs import (
 from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import (
     Drafts,
+    ScoredDrafts,
     Speculator,
     find_drafting_rows,
 )
@@ -45,6 +46,7 @@ class DraftModelSpeculator(Speculator):
         req_states: the requests' tokens.
         sampling_states: their temperatures and seeds.
         block_table: of the target and the drafter.
+        confidence: what the drafter's certainty is worth.
         device: where the drafter runs.
     """
 
@@ -54,8 +56,10 @@ class DraftModelSpeculator(Speculator):
         req_states: RequestState,
         sampling_states: SamplingStates,
         block_table: BlockTable,
+        confidence: ConfidenceEstimator,
         device: torch.device,
     ) -> None:
+        super().__init__(confidence)
         config = vllm_config.speculative_config
         assert config is not None, "a draft model needs a speculative_config"
         assert config.model is not None, "a draft model needs a path"
@@ -110,6 +114,10 @@ class DraftModelSpeculator(Speculator):
         assert isinstance(hidden_states, torch.Tensor), "nobody has asked for taps"
         self._model.compute_logits(hidden_states[: config.max_num_seqs])
 
+    def write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
+        """Run the drafter over the step's known tokens."""
+        self._run_committed(batch)
+
     def propose(
         self,
         batch: InputBatch,
@@ -118,26 +126,19 @@ class DraftModelSpeculator(Speculator):
         taps: list[torch.Tensor],
     ) -> Drafts | None:
         """Draft for the requests that have sampled; fill the cache for the others."""
-        shape = batch.num_reqs, self._config.num_speculative_tokens
-        is_sampling_np = np.diff(batch.layout.cu_num_logits_np) > 0
-        hidden_states = self._run_committed(batch, is_sampling_np)
+        hidden_states = self._run_committed(batch)
         rows_np = find_drafting_rows(batch, self._req_states)
         if not len(rows_np):
             return None
-        drafts = torch.full(shape, -1, dtype=torch.int64, device=self._device)
-        num_drafts = torch.zeros(batch.num_reqs, dtype=torch.int32, device=self._device)
         rows = to_device(rows_np, self._device)
         is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
         drafted = self._draft(batch, rows, hidden_states[rows], is_all_greedy)
-        drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
-        return Drafts(drafts, num_drafts)
+        return self._complete(batch, rows, drafted)
 
-    def _run_committed(
-        self, batch: InputBatch, is_sampling_np: np.ndarray
-    ) -> torch.Tensor:
+    def _run_committed(self, batch: InputBatch) -> torch.Tensor:
         """Compute the step's known tokens; return [num_reqs, hidden] of each last."""
         layout = batch.layout
-        num_tokens_np = layout.num_scheduled_tokens_np + is_sampling_np
+        num_tokens_np = layout.num_scheduled_tokens_np + layout.is_sampling_np
         query_start_loc_np = prefix_sum(num_tokens_np)
         max_seq_len = batch.max_seq_len + 1
         states = self._req_states
@@ -165,7 +166,7 @@ class DraftModelSpeculator(Speculator):
         rows: torch.Tensor,
         hidden_states: torch.Tensor,
         is_all_greedy: bool,
-    ) -> Drafts:
+    ) -> ScoredDrafts:
         """Return the drafts of these requests of the batch."""
         idx_mapping = batch.idx_mapping[rows]
         anchor = self._req_states.total_len.gpu[idx_mapping].long() - 1
@@ -177,6 +178,7 @@ class DraftModelSpeculator(Speculator):
             len(rows) + 1, dtype=torch.int32, device=self._device
         )
         drafts: list[torch.Tensor] = []
+        scores: list[torch.Tensor] = []
         for step in range(num_drafts):
             if step > 0:
                 inputs = gather_draft_inputs(
@@ -190,6 +192,7 @@ class DraftModelSpeculator(Speculator):
                     inputs, query_start_loc, blocks, 1, max_seq_len
                 )
             logits = self._model.compute_logits(hidden_states)
+            scores.append(self._sampler.score(logits, idx_mapping))
             drafts.append(
                 self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
             )
@@ -198,7 +201,9 @@ class DraftModelSpeculator(Speculator):
         steps = torch.arange(num_drafts, device=self._device)
         token_ids = torch.stack(drafts, dim=1)
         token_ids.masked_fill_(steps >= num_read.unsqueeze(1), -1)
-        return Drafts(token_ids, num_read.to(torch.int32))
+        return ScoredDrafts(
+            token_ids, num_read.to(torch.int32), torch.stack(scores, dim=1)
+        )
 
     def _forward(
         self,

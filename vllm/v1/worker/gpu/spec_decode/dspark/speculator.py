@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.block_table import BlockTable
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.confidence.estimator import ConfidenceEstimator
 from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
 from vllm.v1.worker.gpu.spec_decode.dspark.inputs import (
     drop_rejected_slots,
@@ -25,6 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.inputs import (
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import (
     Drafts,
+    ScoredDrafts,
     Speculator,
     find_drafting_rows,
 )
@@ -43,6 +45,8 @@ class DSparkSpeculator(Speculator):
         req_states: the requests' tokens.
         sampling_states: their temperatures and seeds.
         block_table: of the target and the drafter.
+        confidence: what the confidence head's logits are worth, or, without such a
+            head, the drafter's certainty.
         device: where the drafter runs.
     """
 
@@ -52,8 +56,10 @@ class DSparkSpeculator(Speculator):
         req_states: RequestState,
         sampling_states: SamplingStates,
         block_table: BlockTable,
+        confidence: ConfidenceEstimator,
         device: torch.device,
     ) -> None:
+        super().__init__(confidence)
         config = vllm_config.speculative_config
         assert config is not None, "a drafter needs a speculative_config"
         assert config.model is not None, "a drafter needs a path"
@@ -127,25 +133,15 @@ class DSparkSpeculator(Speculator):
         """Draft for the requests that have sampled; write the context of all."""
         # Before any block is run: a request may share cache blocks with another one
         # whose prompt was computed in this very step.
-        self._write_context(batch, taps)
+        self.write_context(batch, taps)
         rows_np = find_drafting_rows(batch, self._req_states)
         if not len(rows_np):
             return None
-        shape = batch.num_reqs, self._num_drafts
-        drafts = torch.full(shape, -1, dtype=torch.int64, device=self._device)
-        num_drafts = torch.zeros(batch.num_reqs, dtype=torch.int32, device=self._device)
-        confidence_probs = None
-        if self._dspark_config.enable_confidence_head:
-            confidence_probs = torch.zeros(shape, device=self._device)
         rows = to_device(rows_np, self._device)
         is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
-        drafted = self._draft(batch, rows, is_all_greedy)
-        drafts[rows], num_drafts[rows] = drafted.token_ids, drafted.num_drafts
-        if confidence_probs is not None and drafted.confidence_probs is not None:
-            confidence_probs[rows] = drafted.confidence_probs
-        return Drafts(drafts, num_drafts, confidence_probs)
+        return self._complete(batch, rows, self._draft(batch, rows, is_all_greedy))
 
-    def _write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
+    def write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
         metadata = build_attn_metadata(batch, self._block_table)
         slot_mapping = drop_rejected_slots(
             metadata.slot_mapping,
@@ -163,7 +159,7 @@ class DSparkSpeculator(Speculator):
 
     def _draft(
         self, batch: InputBatch, rows: torch.Tensor, is_all_greedy: bool
-    ) -> Drafts:
+    ) -> ScoredDrafts:
         """Return the drafts of these requests of the batch."""
         states = self._req_states
         idx_mapping = batch.idx_mapping[rows]
@@ -174,7 +170,7 @@ class DSparkSpeculator(Speculator):
         anchor_ids = states.all_token_ids.gpu[idx_mapping, anchor.clamp(max=last)]
         anchor_ids = anchor_ids.long()
         hidden = self._run_blocks(batch, idx_mapping, anchor, anchor_ids)
-        drafts, confidence = self._draw_in_parts(
+        drafts, scores = self._draw_in_parts(
             hidden, anchor_ids, idx_mapping, anchor, is_all_greedy
         )
         # A draft is read from the slot before it, or from its own.
@@ -182,10 +178,8 @@ class DSparkSpeculator(Speculator):
         num_silent = config.block_size - config.num_draft_tokens
         num_drafts = (self._max_len - num_silent - anchor).clamp(0, self._num_drafts)
         steps = torch.arange(self._num_drafts, device=self._device)
-        is_past_end = steps >= num_drafts.unsqueeze(1)
-        return Drafts(
-            drafts.masked_fill_(is_past_end, -1), num_drafts.to(torch.int32), confidence
-        )
+        drafts.masked_fill_(steps >= num_drafts.unsqueeze(1), -1)
+        return ScoredDrafts(drafts, num_drafts.to(torch.int32), scores)
 
     def _run_blocks(
         self,
@@ -235,7 +229,7 @@ class DSparkSpeculator(Speculator):
         idx_mapping: torch.Tensor,
         anchor: torch.Tensor,
         is_all_greedy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the drafts of as many requests at a time as there is room for.
 
         Args:
@@ -245,8 +239,7 @@ class DSparkSpeculator(Speculator):
             anchor: [R] int64.
 
         Returns:
-            Drafts [R, num_speculative_tokens] int64, and probabilities of their
-            acceptance, or None without such a head.
+            As `_draw`.
         """
         parts = [
             self._draw(*part, is_all_greedy)
@@ -258,11 +251,8 @@ class DSparkSpeculator(Speculator):
                 strict=True,
             )
         ]
-        drafts = torch.cat([part[0] for part in parts])
-        logits = [part[1] for part in parts if part[1] is not None]
-        # A drafter that fails, such as with NaN, trusts none of its drafts.
-        confidence = torch.cat(logits).sigmoid().nan_to_num(0.0) if logits else None
-        return drafts, confidence
+        drafts, scores = map(torch.cat, zip(*parts, strict=True))
+        return drafts, scores
 
     def _draw(
         self,
@@ -271,7 +261,7 @@ class DSparkSpeculator(Speculator):
         idx_mapping: torch.Tensor,
         anchor: torch.Tensor,
         is_all_greedy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the drafts from left to right, each knowing the one before.
 
         Args:
@@ -281,8 +271,8 @@ class DSparkSpeculator(Speculator):
             anchor: [R] int64.
 
         Returns:
-            Drafts [R, num_speculative_tokens] int64, and logits of their acceptance,
-            or None without such a head.
+            Drafts [R, num_speculative_tokens] int64, and their scores float32: the
+            logits of their acceptance, or without such a head the certainty.
         """
         model = self._model
         num_rows, num_drafts, _ = hidden.shape
@@ -290,16 +280,20 @@ class DSparkSpeculator(Speculator):
         base = model.compute_base_logits(hidden.transpose(0, 1).flatten(0, 1))
         base = base.view(num_drafts, num_rows, -1)
         state = model.initial_markov_state(num_rows, hidden)
-        tokens, embeddings = [anchor_ids], []
+        tokens, embeddings, certainty = [anchor_ids], [], []
         for step in range(num_drafts):
             embedding = model.markov_embed(tokens[-1])
             bias, state = model.markov_bias(embedding, hidden[:, step], state)
             logits = base[step] if bias is None else base[step] + bias
+            if model.confidence_head is None:
+                certainty.append(self._sampler.score(logits, idx_mapping))
             tokens.append(
                 self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
             )
             if embedding is not None:
                 embeddings.append(embedding)
         embedded = torch.stack(embeddings, dim=1) if embeddings else None
-        confidence = model.compute_confidence(hidden, embedded)
-        return torch.stack(tokens[1:], dim=1), confidence
+        scores = model.compute_confidence(hidden, embedded)
+        if scores is None:
+            scores = torch.stack(certainty, dim=1)
+        return torch.stack(tokens[1:], dim=1), scores

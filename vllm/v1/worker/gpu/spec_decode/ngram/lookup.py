@@ -7,6 +7,9 @@ import torch
 
 from vllm.triton_utils import tl, triton
 
+# Tokens of agreement that are counted: longer ones say no more.
+MAX_MATCH_LEN = 32
+
 
 def propose_ngram(
     token_ids: torch.Tensor,
@@ -16,7 +19,7 @@ def propose_ngram(
     lookup_min: int,
     lookup_max: int,
     num_speculative_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the latest earlier place of the longest suffix, and copy what followed.
 
     Args:
@@ -32,6 +35,9 @@ def propose_ngram(
     Returns:
         draft_token_ids: [num_reqs, num_speculative_tokens] int64, -1 past num_drafts.
         num_drafts: [num_reqs] int32.
+        match_len: [num_reqs] int32, how many tokens before the copied ones agree with
+            the last ones, also beyond `lookup_max`, up to MAX_MATCH_LEN; 0 for no
+            match.
     """
     impl = _propose_ngram_triton if token_ids.is_cuda else _propose_ngram_torch
     return impl(
@@ -53,7 +59,7 @@ def _propose_ngram_torch(
     lookup_min: int,
     lookup_max: int,
     num_speculative_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = idx_mapping.long()
     tokens = token_ids[rows, :max_len]
     lengths = total_len[rows].long().clamp(max=max_len).unsqueeze(1)
@@ -76,7 +82,12 @@ def _propose_ngram_torch(
     is_draft = places < lengths
     drafts = tokens.gather(1, places.clamp(max=max_len - 1)).long()
     drafts = drafts.masked_fill(~is_draft, -1)
-    return drafts, is_draft.sum(dim=1, dtype=torch.int32)
+    num_drafts = is_draft.sum(dim=1, dtype=torch.int32)
+    distances = 1 + torch.arange(MAX_MATCH_LEN, device=rows.device)
+    before = tokens.gather(1, (first - distances).clamp(min=0))
+    last = tokens.gather(1, (lengths - distances).clamp(min=0))
+    is_agreed = (before == last) & (distances <= first) & (best >= 0)
+    return drafts, num_drafts, is_agreed.cumprod(dim=1).sum(dim=1, dtype=torch.int32)
 
 
 def _propose_ngram_triton(
@@ -87,12 +98,13 @@ def _propose_ngram_triton(
     lookup_min: int,
     lookup_max: int,
     num_speculative_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_reqs, device = len(idx_mapping), token_ids.device
     drafts = torch.empty(
         (num_reqs, num_speculative_tokens), dtype=torch.int64, device=device
     )
     num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=device)
+    match_len = torch.empty(num_reqs, dtype=torch.int32, device=device)
     _propose_ngram_kernel[(num_reqs,)](
         token_ids,
         token_ids.stride(0),
@@ -100,14 +112,16 @@ def _propose_ngram_triton(
         idx_mapping,
         drafts,
         num_drafts,
+        match_len,
         max_len,
         lookup_min,
         num_speculative_tokens,
         LOOKUP_MAX=lookup_max,
+        MATCH_BLOCK=MAX_MATCH_LEN,
         BLOCK_SIZE=1024,
         DRAFT_BLOCK=triton.next_power_of_2(num_speculative_tokens),
     )
-    return drafts, num_drafts
+    return drafts, num_drafts, match_len
 
 
 @triton.jit
@@ -118,10 +132,12 @@ def _propose_ngram_kernel(
     idx_mapping_ptr,  # [num_reqs]
     drafts_ptr,  # [num_reqs, num_speculative_tokens]
     num_drafts_ptr,  # [num_reqs]
+    match_len_ptr,  # [num_reqs]
     max_len,
     lookup_min,
     num_speculative_tokens,
     LOOKUP_MAX: tl.constexpr,
+    MATCH_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DRAFT_BLOCK: tl.constexpr,
 ):
@@ -156,3 +172,11 @@ def _propose_ngram_kernel(
         mask=column < num_speculative_tokens,
     )
     tl.store(num_drafts_ptr + batch_idx, tl.sum(is_draft.to(tl.int32), axis=0))
+
+    back = tl.arange(0, MATCH_BLOCK)
+    # Without a match nothing is compared.
+    has_token = back < tl.where(best >= 0, first, 0)
+    before = tl.load(row_ptr + first - 1 - back, mask=has_token, other=-1)
+    last = tl.load(row_ptr + length - 1 - back, mask=has_token, other=-2)
+    first_other = tl.min(tl.where(before == last, MATCH_BLOCK, back), axis=0)
+    tl.store(match_len_ptr + batch_idx, first_other)

@@ -6,9 +6,11 @@ from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.confidence.estimator import ConfidenceEstimator
 from vllm.v1.worker.gpu.spec_decode.ngram.lookup import propose_ngram
 from vllm.v1.worker.gpu.spec_decode.speculator import (
     Drafts,
+    ScoredDrafts,
     Speculator,
     find_drafting_rows,
 )
@@ -21,9 +23,16 @@ class NgramSpeculator(Speculator):
     Args:
         config: lookup lengths and the number of drafts.
         req_states: the requests' tokens.
+        confidence: what a match of some length is worth.
     """
 
-    def __init__(self, config: SpeculativeConfig, req_states: RequestState) -> None:
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        req_states: RequestState,
+        confidence: ConfidenceEstimator,
+    ) -> None:
+        super().__init__(confidence)
         self._config = config
         self._req_states = req_states
 
@@ -47,7 +56,7 @@ class NgramSpeculator(Speculator):
             batch.max_seq_len + 1 + num_speculative_tokens, token_ids.shape[1]
         )
         rows = to_device(rows_np, device)
-        found, num_found = propose_ngram(
+        found, num_found, match_len = propose_ngram(
             token_ids,
             states.total_len.gpu,
             batch.idx_mapping[rows],
@@ -56,7 +65,5 @@ class NgramSpeculator(Speculator):
             config.prompt_lookup_max,
             num_speculative_tokens,
         )
-        drafts = found.new_full((batch.num_reqs, num_speculative_tokens), -1)
-        num_drafts = num_found.new_zeros(batch.num_reqs)
-        drafts[rows], num_drafts[rows] = found, num_found
-        return Drafts(drafts, num_drafts)
+        scores = match_len.float().log2().unsqueeze(1).expand(found.shape)
+        return self._complete(batch, rows, ScoredDrafts(found, num_found, scores))

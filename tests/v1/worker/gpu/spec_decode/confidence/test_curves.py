@@ -1,0 +1,101 @@
+import math
+
+import pytest
+import torch
+
+from vllm.v1.worker.gpu.spec_decode.confidence import curves
+from vllm.v1.worker.gpu.spec_decode.confidence.scale import (
+    CERTAINTIES,
+    HEAD_LOGITS,
+    MATCH_LENGTHS,
+    PARTS_PER_KNOT,
+    ScoreScale,
+)
+
+both = pytest.mark.parametrize(
+    "impl",
+    [curves._read_curves_torch, curves._read_curves_triton],
+    ids=["torch", "triton"],
+)
+NAN = float("nan")
+SCALE = ScoreScale(low=0.0, high=4.0, num_knots=3, slope=1.0, intercept=0.0)
+# A greedy request, one that draws, and one that draws by a seed.
+TEMPERATURE, IS_SEEDED = [0.0, 0.8, 0.8], [True, False, True]
+
+
+def read(impl, logits, scores, rows, device):
+    probs, marks = impl(
+        torch.tensor(logits, device=device),
+        torch.tensor(scores, device=device),
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor(TEMPERATURE, device=device),
+        torch.tensor(IS_SEEDED, device=device),
+        SCALE,
+    )
+    knots = marks.double() / PARTS_PER_KNOT
+    return torch.logit(probs.double()).tolist(), knots.tolist()
+
+
+@both
+def test_a_curve_is_a_straight_line_between_its_knots(impl, device):
+    logits = [[[-1.0, 1.0, 0.0]]] * 3
+    scores = [[0.0], [0.5], [2.0], [3.0], [4.0]]
+    values, _ = read(impl, logits, scores, [0] * 5, device)
+    assert sum(values, []) == pytest.approx([-1.0, -0.5, 1.0, 0.5, 0.0], abs=1e-5)
+
+
+@both
+def test_a_score_beyond_the_knots_counts_as_the_last_knot(impl, device):
+    logits = [[[-1.0, 1.0, 0.5]]] * 3
+    scores = [[-3.0], [9.0], [math.inf], [-math.inf]]
+    values, knots = read(impl, logits, scores, [0] * 4, device)
+    assert sum(values, []) == pytest.approx([-1.0, 0.5, 0.5, -1.0], abs=1e-5)
+    assert knots == [[0.0], [2.0], [2.0], [0.0]]
+
+
+@both
+def test_each_place_and_verification_has_a_curve_of_its_own(impl, device):
+    # Curve c of place k is level at c + k / 2.
+    logits = [[[c + k / 2] * 3 for k in range(2)] for c in (-1.0, 0.0, 1.0)]
+    values, _ = read(impl, logits, [[1.0, 1.0]] * 3, [2, 0, 1], device)
+    assert values == [
+        pytest.approx(pair, abs=1e-5) for pair in ([1.0, 1.5], [-1.0, -0.5], [0.0, 0.5])
+    ]
+
+
+@both
+def test_a_mark_says_which_curve_was_read_and_where(impl, device):
+    # Six knots for each verification.
+    scores = [[0.0, 2.0], [0.5, 3.0], [1.0, 4.0]]
+    _, knots = read(impl, [[[0.0] * 3] * 2] * 3, scores, [0, 1, 2], device)
+    assert knots == [[0.0, 4.0], [6.25, 10.5], [12.5, 17.0]]
+
+
+@both
+def test_what_is_no_draft_is_never_accepted(impl, device):
+    values, knots = read(impl, [[[9.0] * 3] * 2] * 3, [[NAN, 1.0]], [0], device)
+    assert values[0][0] == -math.inf
+    assert knots[0] == [-1.0 / PARTS_PER_KNOT, 3.5]
+
+
+@pytest.mark.parametrize("scale", [HEAD_LOGITS, CERTAINTIES, MATCH_LENGTHS])
+@pytest.mark.parametrize("num_drafts", [1, 5, 8])
+def test_the_kernel_matches_its_twin(scale, num_drafts, device):
+    generator = torch.Generator().manual_seed(num_drafts)
+    shape = 3, num_drafts, scale.num_knots
+    logits = torch.randn(shape, generator=generator) * 3
+    scores = torch.randn(6, num_drafts, generator=generator) * scale.high
+    scores[2, 0] = NAN
+    arguments = (
+        logits.to(device),
+        scores.to(device),
+        torch.tensor([3, 0, 2, 1, 3, 4], dtype=torch.int32, device=device),
+        torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0], device=device),
+        torch.tensor([False, True, False, True, True], device=device),
+        scale,
+    )
+    probs, marks = curves._read_curves_triton(*arguments)
+    expected_probs, expected_marks = curves._read_curves_torch(*arguments)
+    # The exponential and a fused multiplication round in their own way.
+    torch.testing.assert_close(probs, expected_probs, rtol=0, atol=1e-6)
+    assert torch.equal(marks, expected_marks)

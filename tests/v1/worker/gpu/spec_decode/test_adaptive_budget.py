@@ -1,0 +1,131 @@
+import numpy as np
+import pytest
+import torch
+
+from tests.v1.spec_decode.linear_costs import LinearCosts
+from vllm.v1.worker.gpu.batch_layout import ScheduledStep
+from vllm.v1.worker.gpu.spec_decode.adaptive_budget import AdaptiveBudget
+from vllm.v1.worker.gpu.spec_decode.confidence_history import ConfidenceHistory
+from vllm.v1.worker.gpu.spec_decode.draft_budget import StepTiming
+from vllm.v1.worker.gpu.spec_decode.speculator import Drafts
+
+NUM_DRAFTS = 3
+FREE = {"fixed_ms": 10.0, "token_ms": 0.0, "draft_req_ms": 0.0}
+# A token costs as much as it brings at the best.
+DEAR = {"fixed_ms": 0.0, "token_ms": 1.0, "draft_req_ms": 0.5}
+
+
+class Steps:
+    """A policy over requests whose drafter is always as sure."""
+
+    def __init__(self, num_reqs: int, confidence: float, **costs: float) -> None:
+        self.num_reqs = num_reqs
+        self.confidence = confidence
+        self.policy = AdaptiveBudget(LinearCosts(**costs))
+        device = torch.device("cpu")
+        self.history = ConfidenceHistory(num_reqs, NUM_DRAFTS, device)
+        self.has_drafts = False
+        for row in range(num_reqs):
+            self.history.add_request(row)
+
+    def run(self, num_steps=1, caps=None, prompt_tokens=None):
+        """Return the choices of these steps."""
+        return [self._step(caps, prompt_tokens) for _ in range(num_steps)]
+
+    def _step(self, caps, prompt_tokens):
+        rows = np.arange(self.num_reqs, dtype=np.int32)
+        is_sampling = np.ones(self.num_reqs, dtype=bool)
+        num_drafts = np.full(self.num_reqs, NUM_DRAFTS * self.has_drafts, np.int32)
+        if caps is not None:
+            num_drafts = np.minimum(num_drafts, caps).astype(np.int32)
+        num_tokens = 1 + num_drafts
+        if prompt_tokens is not None:
+            # The last request is a prompt's chunk.
+            is_sampling[-1], num_drafts[-1] = False, 0
+            num_tokens[-1] = prompt_tokens
+        step = ScheduledStep(rows, num_tokens, num_drafts, is_sampling, 1)
+        self.history.begin_step()
+        max_drafts = np.full(self.num_reqs, NUM_DRAFTS) if caps is None else caps
+        choice = self.policy.choose(step, np.asarray(max_drafts), self.history)
+        self.has_drafts = choice.drafts_next
+        if choice.drafts_next:
+            shape = (self.num_reqs, NUM_DRAFTS)
+            drafts = Drafts(
+                torch.zeros(shape, dtype=torch.int64),
+                torch.full((self.num_reqs,), NUM_DRAFTS, dtype=torch.int32),
+                torch.full(shape, self.confidence),
+            )
+            self.history.record(rows, torch.from_numpy(rows), drafts)
+        return choice
+
+
+def test_where_drafts_cost_nothing_all_are_verified():
+    choices = Steps(4, 0.5, **FREE).run(20)
+    assert [choice.draft_budget for choice in choices[1:]] == [12] * 19
+    assert all(choice.drafts_next for choice in choices)
+    assert {choice.predicted_ms for choice in choices} == {10.0}
+
+
+def test_a_budget_between_none_and_all_is_found_and_predicted():
+    # 1, 1.75, 2.31 and 2.73 tokens in 2.2, 3.2, 4.2 and 5.2 ms.
+    steps = Steps(1, 0.75, fixed_ms=1.0, token_ms=1.0, draft_req_ms=0.2)
+    choice = steps.run(60)[-1]
+    assert choice.draft_budget == 2
+    assert choice.predicted_ms == pytest.approx(4.2)
+
+
+def test_drafting_that_does_not_pay_stops_and_is_tried_with_a_draft_a_request():
+    steps = Steps(4, 0.25, **DEAR)
+    choices = steps.run(120)
+    drafting = [index for index, choice in enumerate(choices) if choice.drafts_next]
+    assert drafting[:1] == [0]
+    # What is typical has to become known before the patience begins to run.
+    num_first = next(i for i, choice in enumerate(choices) if not choice.drafts_next)
+    assert num_first < 20
+    tries = [index for index in drafting if index > num_first]
+    assert len(tries) == 2
+    budgets = [choices[index + 1].draft_budget for index in tries]
+    assert budgets == [4, 4]
+    pausing = choices[num_first + 1]
+    assert (pausing.draft_budget, pausing.predicted_ms) == (0, 4.0)
+
+
+def test_a_try_finds_out_that_drafting_pays_again():
+    steps = Steps(4, 0.1, **DEAR | {"fixed_ms": 8.0})
+    assert not steps.run(40)[-1].drafts_next
+    steps.confidence = 0.95
+    choices = steps.run(80)
+    assert all(choice.drafts_next for choice in choices[-40:])
+    assert choices[-1].draft_budget == 12
+
+
+def test_drafts_that_nobody_may_have_are_not_proposed():
+    steps = Steps(2, 0.9, **FREE)
+    choices = steps.run(5, caps=[0, 0])
+    assert not any(choice.drafts_next for choice in choices)
+    assert steps.run(1, caps=[0, 2])[0].drafts_next
+
+
+def test_a_step_of_prompts_alone_proposes_nothing():
+    choice = Steps(1, 0.9, **FREE).run(1, prompt_tokens=64)[0]
+    assert (choice.draft_budget, choice.drafts_next) == (0, False)
+    assert choice.predicted_ms == 10.0
+
+
+def test_a_chunk_of_a_prompt_makes_the_step_dear_and_drafts_cheap():
+    costs = {"fixed_ms": 1.0, "token_ms": 1.0, "draft_req_ms": 0.0}
+    alone, beside = Steps(4, 0.6, **costs), Steps(4, 0.6, **costs)
+    alone.run(6)
+    beside.run(6)
+    assert alone.run(1)[0].draft_budget == 0
+    assert beside.run(1, prompt_tokens=500)[0].draft_budget == 9
+
+
+def test_costs_are_told_what_steps_took():
+    class Learning(LinearCosts):
+        def observe(self, *args):
+            self.seen = args
+
+    costs = Learning()
+    AdaptiveBudget(costs).observe_step(StepTiming(3, 17, False, 4.5))
+    assert costs.seen == (3, 17, 4.5, False)

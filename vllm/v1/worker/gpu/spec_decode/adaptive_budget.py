@@ -1,0 +1,110 @@
+"""The budget of the shipped engine: most tokens a second, by confidences and costs."""
+
+from typing import Protocol
+
+import numpy as np
+
+from vllm.v1.worker.gpu.batch_layout import ScheduledStep
+from vllm.v1.worker.gpu.spec_decode.confidence_history import ConfidenceHistory
+from vllm.v1.worker.gpu.spec_decode.draft_budget import (
+    BudgetChoice,
+    BudgetPolicy,
+    StepTiming,
+    choose_draft_budget,
+    expected_gains,
+)
+from vllm.v1.worker.gpu.spec_decode.drafting_switch import DraftingSwitch
+
+
+class StepCosts(Protocol):
+    """What a step costs on this device, in milliseconds."""
+
+    def step_costs(
+        self, num_draft_reqs: int, num_non_draft_tokens: int, max_drafts: int
+    ) -> np.ndarray:
+        """Return the cost of the whole step if drafting follows.
+
+        Args:
+            num_draft_reqs: requests that drafts are then proposed for.
+            num_non_draft_tokens: tokens that the target computes anyway.
+            max_drafts: the largest number of drafts beside them.
+
+        Returns:
+            [max_drafts + 1] float64, by the number of drafts that are verified.
+        """
+
+    def step_cost_without_drafting(self, num_non_draft_tokens: int) -> float:
+        """Return the cost of the whole step if no drafting follows."""
+
+    def observe(
+        self, num_draft_reqs: int, num_tokens: int, step_ms: float, drafted: bool
+    ) -> None:
+        """Learn what a step has cost."""
+
+
+class AdaptiveBudget(BudgetPolicy):
+    """Maximises expected tokens over expected time, in every step anew.
+
+    Whether drafts are proposed at all is decided by the same rule: if a step of the
+    same requests without drafts would give more tokens a second, several times in a
+    row, none are; now and then they are tried again.
+
+    Args:
+        costs: of steps.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._switch = DraftingSwitch()
+
+    def choose(
+        self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
+    ) -> BudgetChoice:
+        """Weigh every number of drafts, and drafting itself."""
+        past = history.get_past_confidences(step.idx_mapping_np)
+        num_reqs = step.num_sampling_reqs
+        gains = expected_gains(past, step.num_drafts_np)
+        costs_ms = self._costs.step_costs(
+            num_reqs, step.num_non_draft_tokens, step.num_drafts
+        )
+        draft_budget = choose_draft_budget(num_reqs, gains, costs_ms)
+        if self._switch.is_testing:
+            # What is believed of drafts that are never verified can never be found
+            # to be wrong.
+            draft_budget = max(draft_budget, min(num_reqs, step.num_drafts))
+        predicted_ms = float(costs_ms[draft_budget])
+        drafts_next = self._decide_drafting(
+            num_reqs, past, np.where(step.is_sampling_np, max_drafts_np, 0)
+        )
+        if not drafts_next:
+            num_tokens = step.num_non_draft_tokens + draft_budget
+            predicted_ms = self._costs.step_cost_without_drafting(num_tokens)
+        return BudgetChoice(draft_budget, drafts_next, predicted_ms)
+
+    def observe_step(self, timing: StepTiming) -> None:
+        """Refine the costs."""
+        self._costs.observe(
+            timing.num_draft_reqs,
+            timing.num_tokens,
+            timing.step_ms,
+            timing.has_drafted,
+        )
+
+    def _decide_drafting(
+        self, num_reqs: int, past: np.ndarray, num_drafts_np: np.ndarray
+    ) -> bool:
+        """Say whether the requests that sample now are to have drafts next.
+
+        Args:
+            num_reqs: how many sample.
+            past: confidences of the requests of this step.
+            num_drafts_np: [num_reqs of the step] int32, drafts that each would have.
+        """
+        num_drafts = int(num_drafts_np.sum())
+        if num_drafts == 0:
+            return False
+        gains = expected_gains(past, num_drafts_np)
+        costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
+        best = np.max((num_reqs + gains) / costs_ms)
+        alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
+        return self._switch.decide(bool(best > alone))

@@ -1,0 +1,135 @@
+"""From a draft's score to the probability of its acceptance, by fitted curves."""
+
+import torch
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.spec_decode.confidence.scale import PARTS_PER_KNOT, ScoreScale
+
+
+def read_curves(
+    curves: torch.Tensor,
+    scores: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    is_seeded: torch.Tensor,
+    scale: ScoreScale,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the curve of each draft's place and verification, linear between knots.
+
+    Args:
+        curves: [verifications, num_speculative_tokens, num_knots] float32, logits of
+            acceptance at the knots.
+        scores: [num_reqs, num_speculative_tokens] float32, NaN for no draft.
+        idx_mapping: [num_reqs] int32, batch_idx -> request row.
+        temperature: [max_num_reqs] float32.
+        is_seeded: [max_num_reqs] bool.
+        scale: of the scores.
+
+    Returns:
+        probs: [num_reqs, num_speculative_tokens] float32 in [0, 1], 0 where there is no
+            draft.
+        marks: of its shape, int32, where on the curves the draft stands: parts from the
+            first knot of all; -1 where there is no draft.
+
+    Twin: _read_curves_torch.
+    """
+    impl = _read_curves_triton if scores.is_cuda else _read_curves_torch
+    return impl(curves, scores, idx_mapping, temperature, is_seeded, scale)
+
+
+def _read_curves_torch(
+    curves: torch.Tensor,
+    scores: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    is_seeded: torch.Tensor,
+    scale: ScoreScale,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    is_none = scores.isnan()
+    distance = scores.masked_fill(is_none, scale.low).sub_(scale.low)
+    distance.mul_(scale.knots_per_unit).clamp_(0.0, scale.num_knots - 1.0)
+    knot = distance.to(torch.int32).clamp_(max=scale.num_knots - 2)
+    is_drawn = temperature[idx_mapping] != 0
+    kind = is_drawn.to(torch.int32) + (is_drawn & is_seeded[idx_mapping])
+    first = torch.arange(0, curves[0].numel(), scale.num_knots, device=scores.device)
+    first = kind.unsqueeze(1) * curves[0].numel() + first.to(torch.int32)
+    marks = (distance * PARTS_PER_KNOT + 0.5).to(torch.int32) + first * PARTS_PER_KNOT
+    first += knot
+    below, above = curves.take(first.long()), curves.take(first.long() + 1)
+    probs = torch.lerp(below, above, distance - knot).sigmoid_()
+    return probs.masked_fill_(is_none, 0.0), marks.masked_fill_(is_none, -1)
+
+
+def _read_curves_triton(
+    curves: torch.Tensor,
+    scores: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    is_seeded: torch.Tensor,
+    scale: ScoreScale,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_reqs, num_drafts = scores.shape
+    probs = torch.empty_like(scores)
+    marks = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    _read_curves_kernel[(num_reqs,)](
+        curves,
+        scores,
+        scores.stride(0),
+        scores.stride(1),
+        idx_mapping,
+        temperature,
+        is_seeded,
+        probs,
+        marks,
+        num_drafts,
+        scale.low,
+        scale.knots_per_unit,
+        NUM_KNOTS=scale.num_knots,
+        PARTS=PARTS_PER_KNOT,
+        BLOCK_SIZE=triton.next_power_of_2(num_drafts),
+    )
+    return probs, marks
+
+
+@triton.jit
+def _read_curves_kernel(
+    curves_ptr,  # [verifications, num_speculative_tokens, num_knots]
+    scores_ptr,  # [num_reqs, num_speculative_tokens]
+    scores_req_stride,
+    scores_stride,
+    idx_mapping_ptr,  # [num_reqs]
+    temperature_ptr,  # [max_num_reqs]
+    is_seeded_ptr,  # [max_num_reqs]
+    probs_ptr,  # [num_reqs, num_speculative_tokens]
+    marks_ptr,  # [num_reqs, num_speculative_tokens]
+    num_drafts,
+    low,
+    knots_per_unit,
+    NUM_KNOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    # One program per request.
+    batch_idx = tl.program_id(0).to(tl.int64)
+    req_state_idx = tl.load(idx_mapping_ptr + batch_idx).to(tl.int64)
+    is_drawn = (tl.load(temperature_ptr + req_state_idx) != 0.0).to(tl.int32)
+    is_seeded = tl.load(is_seeded_ptr + req_state_idx).to(tl.int32)
+    kind = is_drawn + is_drawn * is_seeded
+    step = tl.arange(0, BLOCK_SIZE)
+    mask = step < num_drafts
+    score_ptr = scores_ptr + batch_idx * scores_req_stride + step * scores_stride
+    score = tl.load(score_ptr, mask=mask, other=float("nan"))
+    # False for NaN.
+    is_draft = score == score
+    distance = (tl.where(is_draft, score, low) - low) * knots_per_unit
+    distance = tl.minimum(tl.maximum(distance, 0.0), NUM_KNOTS - 1.0)
+    knot = tl.minimum(distance.to(tl.int32), NUM_KNOTS - 2)
+    first = (kind * num_drafts + step) * NUM_KNOTS
+    mark = (distance * PARTS + 0.5).to(tl.int32) + first * PARTS
+    below = tl.load(curves_ptr + first + knot, mask=mask, other=0.0)
+    above = tl.load(curves_ptr + first + knot + 1, mask=mask, other=0.0)
+    logit = below + (distance - knot.to(tl.float32)) * (above - below)
+    prob = tl.where(is_draft, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+    out = batch_idx * num_drafts + step
+    tl.store(probs_ptr + out, prob, mask=mask)
+    tl.store(marks_ptr + out, tl.where(is_draft, mark, -1), mask=mask)

@@ -1,0 +1,123 @@
+"""How far the measured curves are from the steps that run: learnt step by step."""
+
+import math
+
+import numpy as np
+
+# Standard deviations of log(true / measured) before any step is seen: of what all sizes
+# share, such as a machine that others use as well; of what is added with each doubling
+# of the size; and of what is a size's own.
+_SHARED_SPREAD = 0.7
+_TREND_SPREAD = 0.12
+_LOCAL_SPREAD = 0.1
+# Doublings of the size over which neighbours stay alike.
+_NEIGHBOURHOOD = 1.5
+# Share of what is known that a step makes obsolete: with a noise of 5% the shared part
+# follows within some ten steps, a size's own within some fifty of that size.
+_FORGETTING = 1e-4
+# Deviations by which a size is trusted to be quicker than it seems, beyond those of the
+# best known size: whoever believes the worst of what he does not know never learns it.
+_OPTIMISM = 0.5
+# Relative noise of one step's time, at the start and at its bounds.
+_FIRST_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.1, 0.01, 1.0
+# The noise moves by this factor a step until half of the errors are within it.
+_NOISE_STEP = 1.02
+# Median of |x| for a normal x of deviation 1.
+_MEDIAN_DEVIATION = 0.6745
+# Errors of more deviations than this count for less and less.
+_OUTLIER_DEVIATIONS = 2.0
+
+
+class CostCorrection:
+    """Factors on two cost curves, piecewise linear in log2 of the size.
+
+    A Kalman filter over the factors' logarithms at the powers of two. Sizes that do
+    not run inherit from those that do, all the more from their neighbours. One slow
+    step among quick ones, as when another process takes the machine, changes little.
+
+    Args:
+        max_num_reqs: last index of the draft curve.
+        max_batch_tokens: last index of the verify curve.
+    """
+
+    def __init__(self, max_num_reqs: int, max_batch_tokens: int) -> None:
+        self._draft_basis = _make_basis(max_num_reqs)
+        self._verify_basis = _make_basis(max_batch_tokens)
+        self._num_draft_knots = self._draft_basis.shape[1]
+        self._prior = _make_prior(self._num_draft_knots, self._verify_basis.shape[1])
+        self._covariance = self._prior.copy()
+        # Draft knots, then verify knots.
+        self._log_factors = np.zeros(len(self._prior))
+        self._noise = _FIRST_NOISE
+
+    def observe(
+        self,
+        num_draft_reqs: int,
+        num_tokens: int,
+        draft_ms: float,
+        verify_ms: float,
+        step_ms: float,
+    ) -> None:
+        """Learn from one step.
+
+        Args:
+            num_draft_reqs: requests that were drafted for.
+            num_tokens: of the step.
+            draft_ms: what the curve says of drafting; 0 if the step did not.
+            verify_ms: what the curve says of the rest, > 0.
+            step_ms: measured, > 0.
+        """
+        draft_weights = self._draft_basis[num_draft_reqs]
+        verify_weights = self._verify_basis[num_tokens]
+        split = self._num_draft_knots
+        draft_ms *= math.exp(draft_weights @ self._log_factors[:split])
+        verify_ms *= math.exp(verify_weights @ self._log_factors[split:])
+        predicted_ms = draft_ms + verify_ms
+        gradient = np.concatenate(
+            [draft_weights * draft_ms, verify_weights * verify_ms]
+        )
+        gradient /= predicted_ms
+        error = math.log(step_ms / predicted_ms)
+        covariance = self._covariance @ gradient
+        explained = float(gradient @ covariance)
+        noise = self._noise**2
+        noise *= 1 + error**2 / (_OUTLIER_DEVIATIONS**2 * (explained + noise))
+        gain = covariance / (explained + noise)
+        self._log_factors += gain * error
+        self._covariance -= np.outer(gain, covariance)
+        self._covariance += _FORGETTING * (self._prior - self._covariance)
+        self._log_factors *= 1 - _FORGETTING / 2
+        is_within = abs(error) < _MEDIAN_DEVIATION * self._noise
+        noise = self._noise / _NOISE_STEP if is_within else self._noise * _NOISE_STEP
+        self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
+
+    def factors(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what to multiply each entry of the draft and the verify curve with."""
+        split = self._num_draft_knots
+        covariance = self._covariance[split:, split:]
+        variances = ((self._verify_basis @ covariance) * self._verify_basis).sum(axis=1)
+        deviations = np.sqrt(variances)
+        verify = self._verify_basis @ self._log_factors[split:]
+        verify -= _OPTIMISM * (deviations - deviations.min())
+        draft = self._draft_basis @ self._log_factors[:split]
+        return np.exp(draft), np.exp(verify)
+
+
+def _make_basis(max_size: int) -> np.ndarray:
+    """Return [max_size + 1, num_knots]: each size's weights on the knots 1, 2, 4..."""
+    places = np.log2(np.maximum(np.arange(max_size + 1), 1))
+    knots = np.arange(math.ceil(places[-1]) + 1)
+    return np.maximum(1 - np.abs(places[:, None] - knots), 0)
+
+
+def _make_prior(num_draft_knots: int, num_verify_knots: int) -> np.ndarray:
+    """Return the covariance of the knots before any step is seen."""
+    num_knots = num_draft_knots + num_verify_knots
+    prior = np.full((num_knots, num_knots), _SHARED_SPREAD**2)
+    for knots in slice(num_draft_knots), slice(num_draft_knots, num_knots):
+        places = np.arange(num_knots)[knots].astype(np.float64)
+        distance = np.abs(places[:, None] - places)
+        prior[knots, knots] += _LOCAL_SPREAD**2 * np.exp(-distance / _NEIGHBOURHOOD)
+        from_middle = places - places.mean()
+        prior[knots, knots] += _TREND_SPREAD**2 * np.outer(from_middle, from_middle)
+    return prior

@@ -1,0 +1,134 @@
+"""How many drafts a step verifies: the rule that weighs tokens against time."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm.v1.worker.gpu.batch_layout import ScheduledStep
+from vllm.v1.worker.gpu.spec_decode.confidence_history import ConfidenceHistory
+
+
+@dataclass(frozen=True)
+class BudgetChoice:
+    """What a policy decided about a step before it runs.
+
+    Args:
+        draft_budget: drafts to verify, at most those that are scheduled.
+        drafts_next: whether drafts for the next step are proposed at the end of it.
+        predicted_ms: how long the step will take; None: the policy has no idea.
+    """
+
+    draft_budget: int
+    drafts_next: bool = True
+    predicted_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """What a step was, and how long it took.
+
+    Args:
+        num_draft_reqs: requests that drafts were proposed for, or would have been.
+        num_tokens: tokens that the target computed.
+        has_drafted: whether drafts were proposed.
+        step_ms: from its plan to the plan of the next step.
+    """
+
+    num_draft_reqs: int
+    num_tokens: int
+    has_drafted: bool
+    step_ms: float
+
+
+class BudgetPolicy(ABC):
+    """Decides, from what is past, how many drafts a step verifies."""
+
+    # Whether anything that depends on the drafter's confidences is asked for.
+    reads_confidences = True
+
+    @abstractmethod
+    def choose(
+        self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
+    ) -> BudgetChoice:
+        """Decide about a step.
+
+        Args:
+            step: as it was scheduled.
+            max_drafts_np: [num_reqs] int32, drafts that the requests may have.
+            history: of the confidences; the live ones are not to be read.
+        """
+
+    def observe_step(  # noqa: B027 - most policies learn nothing
+        self, timing: StepTiming
+    ) -> None:
+        """Learn how long the last step took."""
+
+
+class VerifyAll(BudgetPolicy):
+    """Every scheduled draft is verified."""
+
+    reads_confidences = False
+
+    def choose(
+        self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
+    ) -> BudgetChoice:
+        """Take them all."""
+        return BudgetChoice(step.num_drafts)
+
+
+class FixedBudget(BudgetPolicy):
+    """As many drafts in every step, over all requests.
+
+    Args:
+        draft_budget: their number.
+    """
+
+    def __init__(self, draft_budget: int) -> None:
+        self._draft_budget = draft_budget
+
+    def choose(
+        self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
+    ) -> BudgetChoice:
+        """Take that number, or all if there are fewer."""
+        return BudgetChoice(min(self._draft_budget, step.num_drafts))
+
+
+def expected_gains(
+    past_confidences: np.ndarray, num_drafts_np: np.ndarray
+) -> np.ndarray:
+    """Return how many drafts are accepted if the likeliest are verified.
+
+    Args:
+        past_confidences: [num_rounds, num_reqs, num_speculative_tokens] float64, each
+            round as good a guess as the others.
+        num_drafts_np: [num_reqs] int32, drafts of each request.
+
+    Returns:
+        [sum of num_drafts_np + 1] float64: the mean over the rounds, for 0 drafts, the
+        likeliest one, the two likeliest, and so on.
+    """
+    num_rounds, _, max_drafts = past_confidences.shape
+    survivals = past_confidences.cumprod(axis=2)
+    survivals *= np.arange(max_drafts) < num_drafts_np[:, None]
+    num_drafts = int(num_drafts_np.sum())
+    ranked = np.sort(-survivals.reshape(num_rounds, -1), axis=1)[:, :num_drafts]
+    gains = np.zeros(num_drafts + 1)
+    gains[1:] = -ranked.cumsum(axis=1).mean(axis=0)
+    return gains
+
+
+def choose_draft_budget(
+    num_sampling_reqs: int, gains: np.ndarray, costs_ms: np.ndarray
+) -> int:
+    """Return the number of drafts with most tokens a second.
+
+    All numbers are looked at: costs are a staircase where execution is padded, and the
+    best stair need not be the first one that is worse than its neighbour.
+
+    Args:
+        num_sampling_reqs: tokens that come anyway, one a request.
+        gains: [num_drafts + 1] float64, accepted drafts, by the number verified.
+        costs_ms: [num_drafts + 1] float64, of the whole step.
+    """
+    return int(np.argmax((num_sampling_reqs + gains) / costs_ms))
