@@ -74,9 +74,9 @@ def test_a_budget_between_none_and_all_is_found_and_predicted():
     assert choice.predicted_ms == pytest.approx(4.2)
 
 
-def test_drafting_that_does_not_pay_stops_and_is_tried_with_a_draft_a_request():
+def test_drafting_that_does_not_pay_stops_and_is_tried_with_a_few_drafts():
     steps = Steps(4, 0.25, **DEAR)
-    choices = steps.run(120)
+    choices = steps.run(220)
     drafting = [index for index, choice in enumerate(choices) if choice.drafts_next]
     assert drafting[:1] == [0]
     # What is typical has to become known before the patience begins to run.
@@ -85,7 +85,7 @@ def test_drafting_that_does_not_pay_stops_and_is_tried_with_a_draft_a_request():
     tries = [index for index in drafting if index > num_first]
     assert len(tries) == 2
     budgets = [choices[index + 1].draft_budget for index in tries]
-    assert budgets == [4, 4]
+    assert budgets == [8, 8]
     pausing = choices[num_first + 1]
     assert (pausing.draft_budget, pausing.predicted_ms) == (0, 4.0)
 
@@ -94,8 +94,8 @@ def test_a_try_finds_out_that_drafting_pays_again():
     steps = Steps(4, 0.1, **DEAR | {"fixed_ms": 8.0})
     assert not steps.run(40)[-1].drafts_next
     steps.confidence = 0.95
-    choices = steps.run(80)
-    assert all(choice.drafts_next for choice in choices[-40:])
+    choices = steps.run(110)
+    assert all(choice.drafts_next for choice in choices[-30:])
     assert choices[-1].draft_budget == 12
 
 

@@ -55,7 +55,7 @@ def rows(device) -> Rows:
 def test_a_step_does_not_see_how_sure_the_drafter_is_of_what_it_verifies(rows):
     rows.step([[0.5, 0.25]])
     # What is guessed of drafts that nothing is known of.
-    assert rows.look(0) == [[[1.0, 1.0]]]
+    assert rows.look(0) == [[[0.6, 0.6]]]
     assert rows.history.live[0].tolist() == [0.5, 0.25]
 
 
@@ -137,7 +137,7 @@ def test_what_is_unknown_is_taken_for_typical(rows):
     rows.start(3)
     [[unknown]] = rows.look(3)
     # Three rows of one round are known by now, and belong to the same requests still.
-    np.testing.assert_allclose(unknown, [(4 + 3 * 0.5) / 7, 4 / 7])
+    np.testing.assert_allclose(unknown, [(4 * 0.6 + 3 * 0.5) / 7, 4 * 0.6 / 7])
 
 
 def test_typical_follows_what_has_changed(device):
@@ -153,6 +153,6 @@ def test_typical_follows_what_has_changed(device):
 def test_what_is_forgotten_is_neither_known_nor_typical(rows):
     for _ in range(3):
         rows.step([[0.5, 0.25]])
-    assert rows.look(0) != [[[1.0, 1.0]]]
+    assert rows.look(0) != [[[0.6, 0.6]]]
     rows.history.forget()
-    assert rows.look(0) == [[[1.0, 1.0]]]
+    assert rows.look(0) == [[[0.6, 0.6]]]

@@ -1,39 +1,45 @@
+import pytest
+
 from vllm.v1.worker.gpu.spec_decode.drafting_switch import DraftingSwitch
 
 
-def decide(switch, pays, num_steps):
-    return [switch.decide(pays) for _ in range(num_steps)]
+def decide(switch, speedup, num_steps):
+    return [switch.decide(speedup) for _ in range(num_steps)]
 
 
 def test_an_odd_step_does_not_stop_drafting():
     switch = DraftingSwitch()
     for _ in range(20):
-        assert decide(switch, False, 8) == [True] * 8
-        assert switch.decide(True)
+        assert switch.decide(0.25)
+        assert switch.decide(1.25)
 
 
-def test_drafting_stops_when_it_does_not_pay_for_long_and_is_tried_ever_more_rarely():
-    switch = DraftingSwitch()
-    decisions = decide(switch, False, 3000)
-    assert decisions[:9] == [True] * 8 + [False]
-    tries = [step for step, drafts in enumerate(decisions) if drafts and step >= 8]
-    pauses = [b - a - 1 for a, b in zip([7, *tries], tries, strict=False)]
-    assert pauses == [32, 64, 128, 256, 512, 512, 512, 512]
+@pytest.mark.parametrize(("speedup", "num_steps"), [(0.25, 1), (0.75, 2), (0.9375, 8)])
+def test_half_a_step_may_be_lost(speedup, num_steps):
+    decisions = decide(DraftingSwitch(), speedup, num_steps + 1)
+    assert decisions == [True] * num_steps + [False]
+
+
+def test_drafting_is_tried_ever_more_rarely():
+    decisions = decide(DraftingSwitch(), 0.75, 3000)
+    tries = [step for step, drafts in enumerate(decisions) if drafts and step >= 2]
+    pauses = [b - a - 1 for a, b in zip([1, *tries], tries, strict=False)]
+    assert pauses == [64, 128, 256, 512, 512, 512, 512]
 
 
 def test_drafting_goes_on_at_once_when_it_pays():
     switch = DraftingSwitch()
-    assert not decide(switch, False, 30)[-1]
-    assert switch.decide(True)
+    assert not decide(switch, 0.75, 80)[-1]
+    assert switch.decide(1.25)
     # As patient as at first, and as quick to try again.
-    decisions = decide(switch, False, 8 + 33)
-    assert decisions == [True] * 8 + [False] * 32 + [True]
+    decisions = decide(switch, 0.75, 2 + 65)
+    assert decisions == [True] * 2 + [False] * 64 + [True]
 
 
 def test_the_drafts_of_a_try_are_known_when_they_can_be_verified():
     switch = DraftingSwitch()
     seen = []
-    for _ in range(45):
-        seen.append((switch.is_testing, switch.decide(False)))
-    assert [step for step, (testing, _) in enumerate(seen) if testing] == [41]
-    assert [step for step, (_, drafts) in enumerate(seen[8:], 8) if drafts] == [40]
+    for _ in range(70):
+        seen.append((switch.is_testing, switch.decide(0.75)))
+    assert [step for step, (testing, _) in enumerate(seen) if testing] == [67]
+    assert [step for step, (_, drafts) in enumerate(seen[2:], 2) if drafts] == [66]

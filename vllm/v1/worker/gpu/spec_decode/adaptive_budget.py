@@ -15,6 +15,10 @@ from vllm.v1.worker.gpu.spec_decode.draft_budget import (
 )
 from vllm.v1.worker.gpu.spec_decode.drafting_switch import DraftingSwitch
 
+# Drafts that a try verifies, of however many requests: enough to learn from, and no
+# burden for a large batch.
+_NUM_TRIED_DRAFTS = 8
+
 
 class StepCosts(Protocol):
     """What a step costs on this device, in milliseconds."""
@@ -46,8 +50,8 @@ class AdaptiveBudget(BudgetPolicy):
     """Maximises expected tokens over expected time, in every step anew.
 
     Whether drafts are proposed at all is decided by the same rule: if a step of the
-    same requests without drafts would give more tokens a second, several times in a
-    row, none are; now and then they are tried again.
+    same requests without drafts would give more tokens a second, often or by far, none
+    are; now and then they are tried again.
 
     Args:
         costs: of steps.
@@ -71,7 +75,7 @@ class AdaptiveBudget(BudgetPolicy):
         if self._switch.is_testing:
             # What is believed of drafts that are never verified can never be found
             # to be wrong.
-            draft_budget = max(draft_budget, min(num_reqs, step.num_drafts))
+            draft_budget = max(draft_budget, min(_NUM_TRIED_DRAFTS, step.num_drafts))
         predicted_ms = float(costs_ms[draft_budget])
         drafts_next = self._decide_drafting(
             num_reqs, past, np.where(step.is_sampling_np, max_drafts_np, 0)
@@ -107,4 +111,4 @@ class AdaptiveBudget(BudgetPolicy):
         costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
         best = np.max((num_reqs + gains) / costs_ms)
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
-        return self._switch.decide(bool(best > alone))
+        return self._switch.decide(float(best / alone))

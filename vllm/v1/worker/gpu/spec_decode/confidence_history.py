@@ -19,10 +19,11 @@ _MAX_ROUNDS = 8
 # Steps between the first and the last round that are looked at together: what was
 # before a pause in drafting says little about what is behind it.
 _MAX_AGE = 2 * _MAX_ROUNDS
-# Proposals over which what is typical is averaged, and how many the first guess, that
-# every draft is accepted, counts for.
+# Proposals over which what is typical is averaged, and how many the first guess counts
+# for: a batch that believes in each draft would verify all of them before it knows.
 _NUM_TYPICAL_PROPOSALS = 256
 _NUM_GUESSED_PROPOSALS = 4
+_GUESSED_CONFIDENCE = 0.6
 
 
 @dataclass
@@ -81,7 +82,7 @@ class ConfidenceHistory:
         for entry in self._rounds:
             entry.step = -1
         # [num_speculative_tokens] each.
-        self._typical_np = np.ones(self._num_tokens)
+        self._typical_np = np.full(self._num_tokens, _GUESSED_CONFIDENCE)
         self._num_counted_np = np.full(self._num_tokens, _NUM_GUESSED_PROPOSALS)
 
     def add_request(self, req_state_idx: int) -> None:
