@@ -95,8 +95,6 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Let every setting answer every conversation; return the answers in order."""
     names = list(workers)
-    for worker in workers.values():
-        worker.order(messages=WARM_UP, max_tokens=16, temperature=0.0)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     total = len(conversations) * len(names)
     with tqdm(total=total, desc="Answers", unit="answer") as bar:
@@ -203,7 +201,11 @@ def main() -> int:
         # The worker runs in a folder of its own.
         for flag in (f"--{name}", abspath(value) if exists(value) else value)
     ]
-    workers = {name: Worker(__file__, name, *passed_on) for name in SETTINGS}
+    workers = {}
+    for name in SETTINGS:
+        workers[name] = Worker(__file__, name, *passed_on)
+        # One start after the other: an engine that times its steps needs the machine.
+        workers[name].order(messages=WARM_UP, max_tokens=16, temperature=0.0)
     answers = measure(conversations, workers, args.max_tokens, args.temperature)
     for worker in workers.values():
         worker.close()
