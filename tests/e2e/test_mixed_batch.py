@@ -15,15 +15,12 @@ from tests.e2e.mixed_requests import (
     kind_of,
     make_request,
 )
-from vllm import _custom_ops as ops
+from tests.markers import bit_for_bit
 
 # The answers come one by one, and all at once six times.
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        not ops.has_cpu_ops(),
-        reason="torch's own products depend on the number of rows",
-    ),
+    bit_for_bit,
 ]
 NUMBERS = range(NUM_REQUESTS)
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.budget_policies import Watched
 from tests.v1.e2e.tiny_drafter import DRAFTERS, make_speculative_config
 from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model, visible
 from tests.v1.spec_decode.linear_costs import LinearCosts
-from vllm import _custom_ops as ops
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -18,9 +18,6 @@ from vllm.v1.worker.gpu.spec_decode.draft_budget import (
     FixedBudget,
 )
 
-bit_for_bit = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
 MAX_NUM_SEQS = 64
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.budget_policies import Sometimes, Watched
 from tests.v1.e2e.conftest import Expect
 from tests.v1.e2e.test_feature_matrix import run_in_order
 from tests.v1.e2e.tiny_engine import TinyEngine, visible
-from vllm import _custom_ops as ops
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, ScheduledStep
 from vllm.v1.worker.gpu.sample.sampler import LogprobRows, Sampler, SamplingRows
@@ -95,9 +95,7 @@ def test_schemas_are_kept_by_steps_that_verify_no_draft(say: Say, expect: Expect
     ]
 
 
-@pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
+@bit_for_bit
 def test_scores_belong_to_their_requests_where_only_the_device_knows_the_rows(
     say: Say,
     expect: Expect,

@@ -4,17 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.budget_policies import make_policy
 from tests.v1.e2e.conftest import Expect
 from tests.v1.e2e.test_feature_matrix import CONDITIONS, run_in_order
 from tests.v1.e2e.test_speculation_matrix import RUNS
 from tests.v1.e2e.tiny_drafter import make_speculative_config
 from tests.v1.e2e.tiny_engine import TinyEngine, visible
-from vllm import _custom_ops as ops
 
-pytestmark = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
+pytestmark = bit_for_bit
 
 # All budgets are verified in test_speculation_matrix.
 BUDGETS = ["none", "some", "adaptive"]

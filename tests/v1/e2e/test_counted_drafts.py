@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.markers import bit_for_bit
 from tests.v1.e2e.tiny_engine import TinyEngine
 from tests.v1.spec_decode.linear_costs import LinearCosts
-from vllm import _custom_ops as ops
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.metrics.reader import Gauge, Histogram, Metric, Vector
 from vllm.v1.worker.gpu.spec_decode.adaptive_budget import AdaptiveBudget
@@ -17,9 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.draft_budget import (
     VerifyAll,
 )
 
-pytestmark = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
+pytestmark = bit_for_bit
 
 NUM_DRAFTS = 3
 PREFIX = "vllm:spec_decode_"

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.budget_policies import Watched
 from tests.v1.e2e.test_dspark import LIVELY, PROMPT, Recorder, all_ids, draft_alone
 from tests.v1.e2e.tiny_drafter import save_tiny_drafter
 from tests.v1.e2e.tiny_engine import TinyEngine
-from vllm import _custom_ops as ops
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.batch_layout import ScheduledStep
 from vllm.v1.worker.gpu.spec_decode.confidence_history import ConfidenceHistory
@@ -64,9 +64,7 @@ def test_a_block_drafter_drafts_behind_a_pause_what_it_drafts_alone(model, tmp_p
         assert confidences == pytest.approx(expected[: len(drafts)], abs=1e-5)
 
 
-@pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
+@bit_for_bit
 def test_a_draft_model_that_is_the_model_is_right_behind_a_pause_too(model):
     config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)

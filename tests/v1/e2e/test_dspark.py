@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.markers import bit_for_bit
 from tests.model_executor.dspark_harness import (
     Block,
     DraftSession,
@@ -21,7 +22,6 @@ from tests.v1.e2e.tiny_drafter import (
     save_tiny_drafter,
 )
 from tests.v1.e2e.tiny_engine import MAX_MODEL_LEN, TinyEngine
-from vllm import _custom_ops as ops
 from vllm.sampling_params import SamplingParams
 from vllm.speculator_training.anchors import build_blocks, sample_anchors
 from vllm.speculator_training.losses import (
@@ -35,9 +35,6 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.confidence.estimator import ConfidenceEstimator
 from vllm.v1.worker.gpu.spec_decode.speculator import Drafts
 
-bit_for_bit = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
 BLOCK = 4
 PROMPT = "The same words stand at the start of a prompt of some length, hello."
 # Text that does not repeat itself: an error of one place is seen.

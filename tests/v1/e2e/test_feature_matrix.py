@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.tiny_engine import MAX_MODEL_LEN, TinyEngine, visible
-from vllm import _custom_ops as ops
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-pytestmark = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
+pytestmark = bit_for_bit
 
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.9, "seed": 7}

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.test_feature_matrix import GROWING, TINY_POOL
 from tests.v1.e2e.tiny_engine import TinyEngine
-from vllm import _custom_ops as ops
 from vllm.outputs import RequestOutput, SpecDecodeMetrics
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-pytestmark = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
+pytestmark = bit_for_bit
 
 NUM_DRAFTS = 3
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.conftest import Expect
 from tests.v1.e2e.test_feature_matrix import (
     CONDITIONS,
@@ -25,12 +26,9 @@ from tests.v1.e2e.tiny_drafter import (
     make_drafting_engine,
 )
 from tests.v1.e2e.tiny_engine import TinyEngine, visible
-from vllm import _custom_ops as ops
 from vllm.sampling_params import RequestOutputKind
 
-pytestmark = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
+pytestmark = bit_for_bit
 
 
 def run_preempting(engine: TinyEngine) -> list[Outputs]:

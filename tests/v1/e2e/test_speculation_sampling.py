@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.test_feature_matrix import FEATURES, make_request
 from tests.v1.e2e.tiny_drafter import KINDS, check_regimes, make_drafting_engine
 from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, save_tiny_model, visible
 from tests.v1.engine.fakes import make_tokenizer
-from vllm import _custom_ops as ops
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-bit_for_bit = pytest.mark.skipif(
-    not ops.has_cpu_ops(), reason="torch's own products depend on the number of rows"
-)
 PROMPT = "how it goes on"
 ALPHABET = "abcdefghijklmnop"
 LETTER_IDS = [make_tokenizer().token_to_id(char) for char in ALPHABET]

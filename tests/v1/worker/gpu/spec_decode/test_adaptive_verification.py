@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.v1.spec_decode.metrics import StepCost
 from vllm.v1.worker.gpu.batch_layout import ScheduledStep
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerifier
 from vllm.v1.worker.gpu.spec_decode.draft_budget import (
@@ -106,7 +107,7 @@ def test_a_plan_does_not_change(device):
     steps = Verifier(Recording(), device)
     steps.add(0)
     plan = steps.plan([0], [2])
-    assert (plan.drafts_next, plan.predicted_ms) == (False, 3.0)
+    assert not plan.drafts_next
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.draft_budget = 1
 
@@ -135,6 +136,9 @@ def test_a_step_is_timed_while_requests_go_on(device):
     steps.now = 0.5
     steps.plan([1, 2], [2, 0])
     assert policy.timings[1:] == [StepTiming(2, 3, False, 125.0)]
+    # Told once.
+    assert steps.verifier.take_step_cost() == StepCost(3, 0.003, 0.125)
+    assert steps.verifier.take_step_cost() is None
 
 
 def test_a_forced_policy_is_gone_afterwards_and_its_steps_are_not_timed(device):

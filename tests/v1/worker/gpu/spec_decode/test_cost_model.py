@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from vllm.config.cost_profile import CostProfile
+from vllm.config.cost_profile import CostProfile, read_cost_profile
 from vllm.v1.worker.gpu.spec_decode.cost_model import (
     CostModel,
     build_cost_tables_from_curves,
@@ -105,7 +105,7 @@ def test_a_file_gives_the_model_of_its_profile(tmp_path):
     path = tmp_path / "costs.json"
     document = {"draft_curve": [[1, 2], [4, 5]], "verify_curve": [[1, 10], [32, 72]]}
     path.write_text(json.dumps(document))
-    model = CostModel.from_file(str(path), 4, 32)
+    model = CostModel.from_profile(read_cost_profile(str(path)), 4, 32)
     np.testing.assert_array_equal(
         model.step_costs(2, 3, 9), make_model().step_costs(2, 3, 9)
     )

@@ -35,14 +35,11 @@ class VerificationPlan:
         draft_budget: drafts that are verified, over all requests.
         admitted: [num_reqs] int32, on the device: how many leading drafts of each.
         drafts_next: whether drafts are proposed at the end of the step.
-        predicted_ms: what the step is expected to take; None: nobody has expected
-            anything.
     """
 
     draft_budget: int
     admitted: torch.Tensor
     drafts_next: bool
-    predicted_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,6 @@ class AdaptiveVerifier:
             draft_budget,
             self._admit(step, idx_mapping, draft_budget),
             choice.drafts_next,
-            choice.predicted_ms,
         )
 
     def get_confidences(

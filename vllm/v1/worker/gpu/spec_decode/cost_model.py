@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from vllm.config.cost_profile import CostProfile, read_cost_profile
+from vllm.config.cost_profile import CostProfile
 from vllm.v1.worker.gpu.spec_decode.cost_correction import CostCorrection
 
 CurveSamples = Mapping[int, float] | Iterable[tuple[int, float]]
@@ -67,15 +67,6 @@ class CostModel:
                 profile.cudagraph_limit,
             )
         )
-
-    @classmethod
-    def from_file(cls, path: str, max_num_reqs: int, max_batch_tokens: int) -> Self:
-        """Build from a document of curves.
-
-        Raises:
-            VLLMValidationError: there is no such file, or it is no such document.
-        """
-        return cls.from_profile(read_cost_profile(path), max_num_reqs, max_batch_tokens)
 
     def step_costs(
         self, num_draft_reqs: int, num_non_draft_tokens: int, max_drafts: int

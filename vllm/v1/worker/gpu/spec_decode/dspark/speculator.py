@@ -230,16 +230,10 @@ class DSparkSpeculator(Speculator):
         anchor: torch.Tensor,
         is_all_greedy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the drafts of as many requests at a time as there is room for.
+        """Do as `_draw`, for as many requests at a time as there is room for.
 
         Args:
-            hidden: [R, num_draft_tokens, hidden_size].
-            anchor_ids: [R] int64.
-            idx_mapping: [R] int32.
-            anchor: [R] int64.
-
-        Returns:
-            As `_draw`.
+            hidden: [R, num_draft_tokens, hidden_size]; the others as in `_draw`.
         """
         parts = [
             self._draw(*part, is_all_greedy)
