@@ -169,6 +169,8 @@ def test_fewer_verified_drafts_cost_copies_and_no_wait(
     )
     # For the tokens, and for the drafts.
     assert num_waits == 2
+    # The CPU path of allowed ids looks for the rows that have some; nothing else looks.
+    assert num_early_reads == ("allowed_token_ids" in params)
     adaptive = run(model, recorder, make_policy(), **params)
     # How sure the drafter is of the next drafts and was of these; and, if not all of
     # them are verified, which are.

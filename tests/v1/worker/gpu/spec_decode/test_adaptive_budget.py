@@ -121,6 +121,13 @@ def test_a_chunk_of_a_prompt_makes_the_step_dear_and_drafts_cheap():
     assert beside.run(1, prompt_tokens=500)[0].draft_budget == 9
 
 
+def test_a_chunk_of_a_prompt_earns_no_token():
+    steps = Steps(2, 0.6, fixed_ms=1.0, token_ms=1.0, draft_req_ms=0.0)
+    steps.run(6)
+    # 1, 1.6 and 1.96 tokens in 3, 4 and 5 ms; if it earned one, none would be best.
+    assert steps.run(1, prompt_tokens=1)[0].draft_budget == 1
+
+
 def test_costs_are_told_what_steps_took():
     class Learning(LinearCosts):
         def observe(self, *args):
