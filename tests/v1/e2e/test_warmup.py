@@ -2,15 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.v1.e2e.tiny_engine import TinyEngine
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode.confidence_history import ConfidenceHistory
 from vllm.v1.worker.gpu.spec_decode.draft_budget import BudgetChoice, VerifyAll
 from vllm.v1.worker.gpu.spec_decode.verified_layout import make_verified_layout
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 ADAPTIVE = NGRAM | {"enable_adaptive_verification": True}
+ROWS = np.arange(3, dtype=np.int32)
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 4, 5, 9, 128])
@@ -51,7 +54,7 @@ class Typical(VerifyAll):
         self.seen = []
 
     def choose(self, step, max_drafts_np, history) -> BudgetChoice:
-        self.seen.append(history.get_past_confidences(np.arange(3, dtype=np.int32)))
+        self.seen.append(history.get_past_confidences(ROWS))
         return super().choose(step, max_drafts_np, history)
 
 
@@ -62,7 +65,9 @@ def test_no_belief_about_drafts_comes_from_the_warm_up(model):
     engine.run([("hello", SamplingParams(max_tokens=3, ignore_eos=True))])
     engine.shutdown()
     assert len(policy.seen) > 1
-    assert all((past == 1.0).all() for past in policy.seen)
+    untouched = ConfidenceHistory(3, 5, torch.device("cpu"))
+    first_guess = untouched.get_past_confidences(ROWS)
+    assert all((past == first_guess).all() for past in policy.seen)
 
 
 def test_one_row_can_be_warmed_up(model):
