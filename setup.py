@@ -15,6 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+WIDE_BUILDS = ("vllm._C_cpu_avx512", "vllm._C_cpu_avx512_vnni")
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 
@@ -80,7 +81,7 @@ def find_cmake() -> str:
 setup(
     ext_modules=[
         CMakeExtension("vllm._C_cpu"),
-        *([CMakeExtension("vllm._C_cpu_avx512")] if IS_X86 else []),
+        *(CMakeExtension(name) for name in (WIDE_BUILDS if IS_X86 else ())),
     ],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -14,11 +14,18 @@ from typing import Any
 import torch
 
 from vllm import envs
+from vllm._cpu_ops_torch import block_row_bytes
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
 LANES = 16
+
+# Build -> the level of the processor that it needs, the best last.
+ISAS = {"base": 1, "avx512": 2, "avx512_vnni": 3}
+
+# As csrc/cpu/quantized.h counts them.
+_QUANTIZED_FORMATS = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "int8": 3}
 
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 
@@ -27,6 +34,8 @@ _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 _SHORT = {
     "vllm_isa_level": ":i",
     "vllm_packed_size": "ii:i",
+    "vllm_quantized_size": "iii:i",
+    "vllm_quantized_rows": "piiipip:i",
     "vllm_rms_norm": "piipfpiiiii:",
     "vllm_fused_add_rms_norm": "pipipfii:",
     "vllm_silu_and_mul": "pipii:",
@@ -36,6 +45,9 @@ _SHORT = {
 _LONG = {
     "vllm_pack_weight": "piiip:",
     "vllm_packed_linear": "pipppiii:",
+    "vllm_pack_blocks": "piiiip:",
+    "vllm_pack_int8": "piiip:",
+    "vllm_quantized_linear": "pipippiii:",
     "vllm_paged_attention": "pippipppiiiiiiiiifi:i",
     "vllm_philox_uniform": "piip:",
     "vllm_gumbel_argmax": "pippiip:",
@@ -49,7 +61,7 @@ def load_native_ops(isa: str = "") -> "NativeOps | None":
     """Return the operators for this processor, or None if they cannot run.
 
     Args:
-        isa: "base" or "avx512" forces one build; empty takes the best.
+        isa: one of ISAS forces a build; empty takes the best.
     """
     directory = Path(__file__).resolve().parent
     base = directory / "_C_cpu.so"
@@ -59,13 +71,14 @@ def load_native_ops(isa: str = "") -> "NativeOps | None":
     try:
         ops = NativeOps(base)
         level = ops.isa_level()
-        wide = directory / "_C_cpu_avx512.so"
-        if isa != "base" and level >= 2 and wide.exists():
-            return NativeOps(wide)
+        for name, needed in reversed(ISAS.items()):
+            suffix = "" if name == "base" else f"_{name}"
+            library = directory / f"_C_cpu{suffix}.so"
+            if isa in ("", name) and level >= needed and library.exists():
+                return ops if library == base else NativeOps(library)
     except (OSError, AttributeError) as error:
         logger.warning("The compiled CPU operators cannot be loaded: %s", error)
-        return None
-    return ops if level >= 1 and isa != "avx512" else None
+    return None
 
 
 def maybe_load_native_ops() -> "NativeOps | None":
@@ -108,9 +121,10 @@ class NativeOps:
                 functions[name.removeprefix("vllm_")] = function
         # Any: the C functions by name; ctypes checks their arguments.
         self._c: Any = SimpleNamespace(**functions)
+        self._quantized_sizes: dict[tuple[str, int, int], int] = {}
 
     def isa_level(self) -> int:
-        """Return 0 if not even the base build runs here, 2 if the AVX-512 one does."""
+        """Return 0 if not even the base build runs here, else as in ISAS."""
         return int(self._c.isa_level())
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
@@ -150,6 +164,112 @@ class NativeOps:
             size,
         )
         return out
+
+    def pack_blocks(
+        self, blocks: torch.Tensor, quant_type: str, size: int
+    ) -> torch.Tensor:
+        num_columns, column_bytes = blocks.shape
+        _check_rows(blocks, torch.uint8)
+        if column_bytes != block_row_bytes(quant_type, size):
+            raise ValueError(
+                f"{column_bytes} bytes a column are not {size} values in {quant_type}"
+            )
+        packed = self._empty_quantized(quant_type, num_columns, size)
+        self._c.pack_blocks(
+            blocks.data_ptr(),
+            blocks.stride()[0],
+            _QUANTIZED_FORMATS[quant_type],
+            num_columns,
+            size,
+            packed.data_ptr(),
+        )
+        return packed
+
+    def pack_int8(self, weight: torch.Tensor) -> torch.Tensor:
+        num_columns, size = weight.shape
+        _check_rows(weight)
+        packed = self._empty_quantized("int8", num_columns, size)
+        self._c.pack_int8(
+            weight.data_ptr(), weight.stride()[0], num_columns, size, packed.data_ptr()
+        )
+        return packed
+
+    def quantized_linear(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        num_rows, size = x.shape
+        _check_rows(x)
+        self._check_quantized(packed, quant_type, num_columns, size)
+        if bias is not None:
+            _check_vector(bias, num_columns)
+        out = torch.empty((num_rows, num_columns))
+        self._c.quantized_linear(
+            x.data_ptr(),
+            x.stride()[0],
+            packed.data_ptr(),
+            _QUANTIZED_FORMATS[quant_type],
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            num_columns,
+            size,
+        )
+        return out
+
+    def quantized_rows(
+        self,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        size: int,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        self._check_quantized(packed, quant_type, num_columns, size)
+        num_ids = ids.shape[0]
+        _check_vector(ids, num_ids, torch.int64)
+        out = torch.empty((num_ids, size))
+        failed = self._c.quantized_rows(
+            packed.data_ptr(),
+            _QUANTIZED_FORMATS[quant_type],
+            num_columns,
+            size,
+            ids.data_ptr(),
+            num_ids,
+            out.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"a row is not in [0, {num_columns})")
+        return out
+
+    def _empty_quantized(
+        self, quant_type: str, num_columns: int, size: int
+    ) -> torch.Tensor:
+        num_bytes = self._quantized_size(quant_type, num_columns, size)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _quantized_size(self, quant_type: str, num_columns: int, size: int) -> int:
+        shape = quant_type, num_columns, size
+        # Asked in every product: a look-up costs a tenth of the call.
+        if shape not in self._quantized_sizes:
+            self._quantized_sizes[shape] = self._c.quantized_size(
+                _QUANTIZED_FORMATS[quant_type], num_columns, size
+            )
+        return self._quantized_sizes[shape]
+
+    def _check_quantized(
+        self, packed: torch.Tensor, quant_type: str, num_columns: int, size: int
+    ) -> None:
+        num_bytes = self._quantized_size(quant_type, num_columns, size)
+        if packed.dtype is not torch.uint8 or packed.shape != (num_bytes,):
+            raise ValueError(
+                f"the packed weight is {packed.dtype} {tuple(packed.shape)}, which is "
+                f"not {num_columns} columns of {size} in {quant_type}"
+            )
 
     def rms_norm(
         self,

@@ -8,6 +8,14 @@ import torch.nn.functional as F
 
 _MASK = 0xFFFFFFFF
 
+# Values of a block that share a scale; the block's bytes before its values.
+_BLOCK = 32
+_HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2}
+# What is subtracted from every value of four bits.
+_OFFSETS = {"Q4_0": 8, "Q4_1": 0}
+# How far 127 steps must reach; anything smaller counts as zero.
+_SMALLEST_RANGE = 1e-30
+
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight.contiguous()
@@ -19,6 +27,101 @@ def packed_linear(
     if packed.shape[0] != num_columns:
         raise ValueError(f"the weight has {packed.shape[0]} columns, not {num_columns}")
     return F.linear(x, packed, bias)
+
+
+def block_row_bytes(quant_type: str, size: int) -> int:
+    """Return the bytes of a row of GGUF blocks; 0 where it is not whole blocks."""
+    values = _BLOCK if quant_type == "Q8_0" else _BLOCK // 2
+    is_whole = size > 0 and size % _BLOCK == 0
+    return size // _BLOCK * (_HEADER_BYTES[quant_type] + values) * is_whole
+
+
+def pack_blocks(blocks: torch.Tensor, quant_type: str, size: int) -> torch.Tensor:
+    if blocks.shape[1] != block_row_bytes(quant_type, size):
+        raise ValueError(
+            f"{blocks.shape[1]} bytes a column are not {size} values in {quant_type}"
+        )
+    return blocks.contiguous()
+
+
+def pack_int8(weight: torch.Tensor) -> torch.Tensor:
+    values, scales = quantize_int8(weight.float())
+    # [N, 4 + K]: the scale's bytes, then the values.
+    return torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), dim=1)
+
+
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 values of x's shape, and a float32 scale for its last dimension.
+
+    A scale is NaN where a value is NaN or infinite, and 0 where all are next to 0.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    is_zero = largest < _SMALLEST_RANGE
+    scale = torch.where(is_zero, 0.0, largest / 127.0)
+    inverse = torch.where(is_zero, 0.0, 127.0 / largest)
+    # round() takes ties to the even number.
+    values = (x * inverse).nan_to_num(0.0).round().to(torch.int8)
+    return values, torch.where(largest.isfinite(), scale, torch.nan)
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    values, scales, minima = _unpack_quantized(packed, quant_type)
+    if values.shape[0] != num_columns or values[0].numel() != x.shape[1]:
+        raise ValueError(
+            f"the weight has {values.shape[0]} columns of {values[0].numel()}, not "
+            f"{num_columns} of {x.shape[1]}"
+        )
+    # [M, blocks, block]; int8 is one block a row.
+    x_values, x_scales = quantize_int8(x.float().unflatten(1, values.shape[1:]))
+    # Sums of a block are whole numbers that double precision holds.
+    sums = torch.einsum("mbk,nbk->mnb", x_values.double(), values.double())
+    result = (sums * (x_scales.mT * scales[None]).double()).sum(-1)
+    x_sums = x_scales[..., 0] * x_values.sum(-1)
+    result = result.float() + torch.einsum("mb,nb->mn", x_sums, minima)
+    return (result if bias is None else result + bias).to(x.dtype)
+
+
+def quantized_rows(
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    size: int,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_columns:
+        raise IndexError(f"a row is not in [0, {num_columns})")
+    values, scales, minima = _unpack_quantized(packed[ids], quant_type)
+    rows = values * scales[..., None] + minima[..., None]
+    return rows.reshape(-1, size)
+
+
+def _unpack_quantized(
+    packed: torch.Tensor, quant_type: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values [N, blocks, block], scales and minima [N, blocks], in float32."""
+    num_columns = packed.shape[0]
+    if quant_type == "int8":
+        values = packed[:, 4:].contiguous().view(torch.int8)
+        scales = packed[:, :4].contiguous().view(torch.float32)
+        return values[:, None].float(), scales, torch.zeros_like(scales)
+    header = _HEADER_BYTES[quant_type]
+    block_bytes = header + (_BLOCK if quant_type == "Q8_0" else _BLOCK // 2)
+    blocks = packed.reshape(num_columns, -1, block_bytes)
+    numbers = blocks[..., :header].contiguous().view(torch.float16).float()
+    scales = numbers[..., 0]
+    minima = numbers[..., 1] if header == 4 else torch.zeros_like(scales)
+    raw = blocks[..., header:].contiguous()
+    if quant_type == "Q8_0":
+        return raw.view(torch.int8).float(), scales, minima
+    # The first half of a block is in the low bits.
+    values = torch.cat((raw & 15, raw >> 4), dim=-1).float() - _OFFSETS[quant_type]
+    return values, scales, minima
 
 
 def rms_norm(

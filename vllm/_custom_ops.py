@@ -65,6 +65,99 @@ def packed_linear(
     return _native.packed_linear(x, packed, num_columns, bias)
 
 
+def pack_blocks(blocks: torch.Tensor, quant_type: str, size: int) -> torch.Tensor:
+    """Lay GGUF blocks out for `quantized_linear`; opaque, made once, at load.
+
+    Args:
+        blocks: [N, bytes of a row] uint8, as in the file.
+        quant_type: Q4_0, Q4_1 or Q8_0.
+        size: K, a multiple of 32.
+
+    Returns:
+        uint8, one-dimensional where the compiled operators will read it, else [N, ...].
+
+    Raises:
+        ValueError: a row has other bytes.
+    """
+    ops = _cpu_ops_torch if _native is None or not blocks.is_cpu else _native
+    return ops.pack_blocks(blocks, quant_type, size)
+
+
+def pack_int8(weight: torch.Tensor) -> torch.Tensor:
+    """Round a weight to int8, one scale a row of it, for `quantized_linear`.
+
+    Args:
+        weight: [N, K].
+
+    Returns:
+        As `pack_blocks`; the quantisation type is int8.
+    """
+    return _pick(weight).pack_int8(weight)
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T + bias, with x rounded to int8 as well.
+
+    x has one scale for each block of 32 values of a row, or one a row where the type is
+    int8: the largest magnitude / 127. Products are summed as integers, exactly.
+
+    Args:
+        x: [M, K], rows may be strided.
+        packed: from `pack_blocks` or `pack_int8`.
+        quant_type: of the weight: Q4_0, Q4_1, Q8_0 or int8.
+        num_columns: N.
+        bias: [N].
+
+    Returns:
+        [M, N]; a row with a value that is not finite is NaN.
+
+    Raises:
+        ValueError: the packed weight has other sizes.
+    """
+    ops = _packer(packed)
+    return ops.quantized_linear(x, packed, quant_type, num_columns, bias)
+
+
+def quantized_rows(
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    size: int,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """Return rows of a quantised weight, in float32.
+
+    Args:
+        packed: from `pack_blocks` or `pack_int8`.
+        quant_type: of the weight.
+        num_columns: N.
+        size: K.
+        ids: [n] int64.
+
+    Returns:
+        [n, K].
+
+    Raises:
+        IndexError: there is no such row.
+        ValueError: the packed weight has other sizes.
+    """
+    return _packer(packed).quantized_rows(packed, quant_type, num_columns, size, ids)
+
+
+def _packer(packed: torch.Tensor) -> NativeOps | ModuleType:
+    """Return the operators that laid a quantised weight out."""
+    if packed.dim() == 2:
+        return _cpu_ops_torch
+    assert _native is not None, "packed by the compiled operator, which is gone"
+    return _native
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

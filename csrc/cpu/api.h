@@ -18,6 +18,19 @@ VLLM_API void vllm_packed_linear(const float* x, int64_t x_stride, const float* 
                                  const float* bias, float* out, int64_t num_rows,
                                  int64_t num_columns, int64_t size);
 
+// Formats of a quantized weight: 0 Q4_0, 1 Q4_1, 2 Q8_0, 3 int8 with a scale a column.
+VLLM_API int64_t vllm_quantized_size(int64_t format, int64_t num_columns, int64_t size);
+VLLM_API void vllm_pack_blocks(const uint8_t* blocks, int64_t column_bytes, int64_t format,
+                               int64_t num_columns, int64_t size, uint8_t* packed);
+VLLM_API void vllm_pack_int8(const float* weight, int64_t stride, int64_t num_columns,
+                             int64_t size, uint8_t* packed);
+VLLM_API int64_t vllm_quantized_rows(const uint8_t* packed, int64_t format,
+                                     int64_t num_columns, int64_t size, const int64_t* ids,
+                                     int64_t num_ids, float* out);
+VLLM_API void vllm_quantized_linear(const float* x, int64_t x_stride, const uint8_t* packed,
+                                    int64_t format, const float* bias, float* out,
+                                    int64_t num_rows, int64_t num_columns, int64_t size);
+
 VLLM_API void vllm_rms_norm(const float* x, int64_t outer_stride, int64_t inner_stride,
                             const float* weight, float eps, float* out,
                             int64_t out_outer_stride, int64_t out_inner_stride,

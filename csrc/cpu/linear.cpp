@@ -3,12 +3,9 @@
 // Packed weight: columns in panels of 16, a panel being [K][16], zero past N. A thread
 // takes a block of rows that stays in its level 2 cache and a pair of panels.
 #include "api.h"
+#include "pages.h"
 #include "parallel.h"
 #include "tile.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace vllm {
 namespace {
@@ -168,14 +165,7 @@ VLLM_API int64_t vllm_packed_size(int64_t num_columns, int64_t size) {
 VLLM_API void vllm_pack_weight(const float* weight, int64_t stride, int64_t num_columns,
                                int64_t size, float* packed) {
   using namespace vllm;
-#if defined(__linux__)
-  // Huge pages save the misses in the translation buffer that one pass a step causes.
-  constexpr uintptr_t kHuge = 2u << 20;
-  const auto first = (reinterpret_cast<uintptr_t>(packed) + kHuge - 1) / kHuge * kHuge;
-  const auto last = reinterpret_cast<uintptr_t>(packed + vllm_packed_size(num_columns, size)) /
-                    kHuge * kHuge;
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
+  advise_huge_pages(packed, sizeof(float) * vllm_packed_size(num_columns, size));
   parallel_for(num_panels(num_columns), 1, [&](int64_t panel) {
     float* out = packed + panel * size * kLanes;
     for (int64_t lane = 0; lane < kLanes; ++lane) {

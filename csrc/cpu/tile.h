@@ -8,10 +8,12 @@ namespace vllm {
 // Rows and 16-column groups whose sums fit in the registers.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12;
+constexpr int kMaxQuantizedRows = 12;
 template <int ROWS>
 constexpr int kGroups = 2;
 #else
 constexpr int kMaxRows = 6;
+constexpr int kMaxQuantizedRows = 4;
 template <int ROWS>
 constexpr int kGroups = ROWS <= 3 ? 2 : 1;
 #endif

@@ -1,4 +1,4 @@
-// Sixteen float lanes on every instruction set.
+// Sixteen lanes of floats, integers or four bytes on every instruction set.
 //
 // All arithmetic below is the same sequence of IEEE operations whatever the
 // registers are, so the AVX2, AVX-512 and portable builds give equal bits.
@@ -65,6 +65,70 @@ inline __m256 max_half(Vec a) {
       _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
   return _mm256_max_ps(_mm512_castps512_ps256(a.v), high);
 }
+
+struct IntVec {
+  __m512i v;
+};
+
+inline IntVec broadcast_int(int32_t a) { return {_mm512_set1_epi32(a)}; }
+inline IntVec operator+(IntVec a, IntVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline Vec load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+// The lowest byte of each lane's bit pattern.
+inline void store_low_bytes(int8_t* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm512_cvtepi32_epi8(_mm512_castps_si512(a.v)));
+}
+
+// Four bytes in each lane.
+struct Bytes {
+  __m512i v;
+};
+
+inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Bytes low_nibbles(Bytes a) {
+  return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))};
+}
+inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
+
+// Sums of products of unsigned bytes, four in each lane, and four signed ones that all
+// lanes share. Exact for eight additions of nibbles times -127..127, and for bytes, any
+// number of them, where kSumsTakeBytes.
+#if defined(__AVX512VNNI__)
+constexpr bool kSumsTakeBytes = true;
+using ProductSums = IntVec;
+
+inline ProductSums no_products() { return broadcast_int(0); }
+inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+  sums.v = _mm512_dpbusd_epi32(sums.v, a.v, _mm512_set1_epi32(four));
+}
+// A lane's sum, times the factor.
+template <int FACTOR>
+inline IntVec total(ProductSums sums) {
+  static_assert(FACTOR == 1, "sums of bytes are whole");
+  return sums;
+}
+#else
+constexpr bool kSumsTakeBytes = false;
+
+struct ProductSums {
+  __m512i pairs;
+};
+
+inline ProductSums no_products() { return {_mm512_setzero_si512()}; }
+inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+  const __m512i pairs = _mm512_maddubs_epi16(a.v, _mm512_set1_epi32(four));
+  sums.pairs = _mm512_add_epi16(sums.pairs, pairs);
+  // Else the compiler adds in a tree, for which the registers are too few.
+  asm("" : "+v"(sums.pairs));
+}
+template <int FACTOR>
+inline IntVec total(ProductSums sums) {
+  return {_mm512_madd_epi16(sums.pairs, _mm512_set1_epi16(FACTOR))};
+}
+#endif
 
 #elif defined(__AVX2__)
 
@@ -134,6 +198,75 @@ inline Vec pattern_as_float(Vec a) {
 }
 inline __m256 fold_half(Vec a) { return _mm256_add_ps(a.lo, a.hi); }
 inline __m256 max_half(Vec a) { return _mm256_max_ps(a.lo, a.hi); }
+
+struct IntVec {
+  __m256i lo, hi;
+};
+
+inline IntVec broadcast_int(int32_t a) {
+  const __m256i v = _mm256_set1_epi32(a);
+  return {v, v};
+}
+inline IntVec operator+(IntVec a, IntVec b) {
+  return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+inline Vec to_float(IntVec a) {
+  return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)};
+}
+inline Vec load_half(const uint16_t* p) {
+  const auto* halves = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(halves)),
+          _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+inline void store_low_bytes(int8_t* p, Vec a) {
+  const __m256i low = _mm256_set1_epi32(255);
+  const __m256i words = _mm256_packus_epi32(
+      _mm256_and_si256(_mm256_castps_si256(a.lo), low),
+      _mm256_and_si256(_mm256_castps_si256(a.hi), low));
+  // Packing keeps the halves of the registers apart: 0-3 8-11 4-7 12-15.
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xD8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi16(_mm256_castsi256_si128(ordered),
+                                    _mm256_extracti128_si256(ordered, 1)));
+}
+
+struct Bytes {
+  __m256i lo, hi;
+};
+
+inline Bytes load_bytes(const uint8_t* p) {
+  const auto* halves = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+inline Bytes low_nibbles(Bytes a) {
+  const __m256i low = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low)};
+}
+inline Bytes high_nibbles(Bytes a) {
+  return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)});
+}
+
+constexpr bool kSumsTakeBytes = false;
+
+struct ProductSums {
+  __m256i lo, hi;
+};
+
+inline ProductSums no_products() {
+  return {_mm256_setzero_si256(), _mm256_setzero_si256()};
+}
+inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+  const __m256i all = _mm256_set1_epi32(four);
+  sums.lo = _mm256_add_epi16(sums.lo, _mm256_maddubs_epi16(a.lo, all));
+  sums.hi = _mm256_add_epi16(sums.hi, _mm256_maddubs_epi16(a.hi, all));
+  // Else the compiler adds in a tree, for which the registers are too few.
+  asm("" : "+x"(sums.lo), "+x"(sums.hi));
+}
+template <int FACTOR>
+inline IntVec total(ProductSums sums) {
+  const __m256i factor = _mm256_set1_epi16(FACTOR);
+  return {_mm256_madd_epi16(sums.lo, factor), _mm256_madd_epi16(sums.hi, factor)};
+}
 
 #else
 
@@ -207,6 +340,82 @@ inline Vec pattern_as_float(Vec a) {
     std::memcpy(&bits, &a.v[i], 4);
     return static_cast<float>(bits);
   });
+}
+
+struct IntVec {
+  int32_t v[kLanes];
+};
+
+inline IntVec broadcast_int(int32_t a) {
+  IntVec r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = a;
+  return r;
+}
+inline IntVec operator+(IntVec a, IntVec b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
+  return a;
+}
+inline Vec to_float(IntVec a) {
+  return each_lane([&](int i) { return static_cast<float>(a.v[i]); });
+}
+inline float half_to_float(uint16_t half) {
+  // The exponent and mantissa in a float's place are the value times 2^-112.
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t size = static_cast<uint32_t>(half & 0x7FFFu) << 13;
+  float value;
+  std::memcpy(&value, &size, 4);
+  value *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  // Infinity and NaN keep the largest exponent.
+  if ((half & 0x7C00u) == 0x7C00u) bits = 0x7F800000u | size;
+  bits |= sign;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline Vec load_half(const uint16_t* p) {
+  return each_lane([&](int i) { return half_to_float(p[i]); });
+}
+inline void store_low_bytes(int8_t* p, Vec a) {
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &a.v[i], 4);
+    p[i] = static_cast<int8_t>(bits);
+  }
+}
+
+struct Bytes {
+  uint8_t v[4 * kLanes];
+};
+
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes r;
+  std::memcpy(r.v, p, sizeof(r.v));
+  return r;
+}
+inline Bytes low_nibbles(Bytes a) {
+  for (uint8_t& byte : a.v) byte &= 15;
+  return a;
+}
+inline Bytes high_nibbles(Bytes a) {
+  for (uint8_t& byte : a.v) byte >>= 4;
+  return a;
+}
+
+constexpr bool kSumsTakeBytes = true;
+using ProductSums = IntVec;
+
+inline ProductSums no_products() { return broadcast_int(0); }
+inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+  int8_t x[4];
+  std::memcpy(x, &four, 4);
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < 4; ++j) sums.v[i] += a.v[4 * i + j] * x[j];
+}
+template <int FACTOR>
+inline IntVec total(ProductSums sums) {
+  static_assert(FACTOR == 1, "sums of bytes are whole");
+  return sums;
 }
 
 #endif

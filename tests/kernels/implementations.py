@@ -9,6 +9,8 @@ from vllm._cpu_ops_native import NativeOps, load_native_ops
 
 BASE = load_native_ops("base")
 AVX512 = load_native_ops("avx512")
+VNNI = load_native_ops("avx512_vnni")
+BUILDS = [ops for ops in (BASE, AVX512, VNNI) if ops is not None]
 
 Ops = NativeOps | ModuleType
 
@@ -18,10 +20,14 @@ def _native(ops: NativeOps | None, name: str) -> object:
     return pytest.param(ops, id=name, marks=skip)
 
 
-NATIVE = [_native(BASE, "base"), _native(AVX512, "avx512")]
+NATIVE = [
+    _native(BASE, "base"),
+    _native(AVX512, "avx512"),
+    _native(VNNI, "avx512_vnni"),
+]
 
 native_ops = pytest.mark.parametrize("ops", NATIVE)
 all_ops = pytest.mark.parametrize(
     "ops", [*NATIVE, pytest.param(_cpu_ops_torch, id="torch")]
 )
-both_builds = pytest.mark.skipif(AVX512 is None, reason="one build runs here")
+several_builds = pytest.mark.skipif(len(BUILDS) < 2, reason="one build runs here")

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tests.kernels.implementations import AVX512, BASE, all_ops, both_builds, native_ops
+from tests.kernels.implementations import BUILDS, all_ops, native_ops, several_builds
 from vllm import _cpu_ops_torch
 
 
@@ -137,13 +137,13 @@ def test_a_row_has_the_same_bits_alone(ops):
     assert torch.equal(normed[70:71], alone)
 
 
-@both_builds
+@several_builds
 def test_builds_agree_bit_for_bit():
     x, weight = draw(9, 154) * 5, draw(77)
-    base, wide = (
-        ops.rms_norm(ops.silu_and_mul(x), weight, 1e-5, None) for ops in (BASE, AVX512)
+    first, *others = (
+        ops.rms_norm(ops.silu_and_mul(x), weight, 1e-5, None) for ops in BUILDS
     )
-    assert torch.equal(base, wide)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @native_ops

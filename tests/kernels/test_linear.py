@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.implementations import AVX512, BASE, all_ops, both_builds, native_ops
+from tests.kernels.implementations import BUILDS, all_ops, native_ops, several_builds
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -53,14 +53,13 @@ def test_threads_do_not_change_a_bit(ops):
     assert torch.equal(results[0], results[2])
 
 
-@both_builds
+@several_builds
 def test_builds_agree_bit_for_bit():
     x, weight = draw(17, 333), draw(100, 333)
-    base, wide = (
-        ops.packed_linear(x, ops.pack_weight(weight), 100, None)
-        for ops in (BASE, AVX512)
+    first, *others = (
+        ops.packed_linear(x, ops.pack_weight(weight), 100, None) for ops in BUILDS
     )
-    assert torch.equal(base, wide)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @native_ops
