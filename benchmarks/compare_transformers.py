@@ -44,7 +44,8 @@ class VllmEngine:
             max_model_len=2048,
             kv_cache_memory_bytes=512 * 2**20,
             use_tqdm_on_load=False,
-            # transformers has no drafter here either.
+            # transformers has float32 weights, and no drafter here either.
+            quantization="none",
             speculative_config=None,
         )
 

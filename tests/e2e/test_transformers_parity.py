@@ -36,7 +36,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     # Chunks smaller than the long prompts, and all prompts in one batch.
-    engine = LLM(max_model_len=1024, max_num_batched_tokens=128)
+    engine = LLM(quantization="none", max_model_len=1024, max_num_batched_tokens=128)
     yield engine
     engine.llm_engine.shutdown()
 

@@ -30,6 +30,7 @@ def make_config(
     hf_config: HfConfig | None = None,
     load_format: str = "auto",
     dtype: str = "float32",
+    quantization: str = "none",
     max_model_len: int = 256,
     seed: int = 0,
 ) -> VllmConfig:
@@ -39,6 +40,7 @@ def make_config(
         served_model_name=("test",),
         hf_config=hf_config or load_hf_config(path),
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         seed=seed,
     )

@@ -151,8 +151,13 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     drop: tuple[str, ...] = (),
     metadata: dict[str, object] | None = None,
+    types: dict[str, str] | None = None,
 ) -> None:
-    """Write a transformers model as GGUF; matrices in `ggml_type`, vectors in F32."""
+    """Write a transformers model as GGUF.
+
+    Matrices are in `ggml_type`, or in what `types` has for the part that their name
+    ends with; vectors are in F32.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_vocab_size(config.vocab_size)
@@ -189,7 +194,8 @@ def write_gguf(
             values = permute(values, config.num_attention_heads)
         if arch == "llama" and "k_proj" in name:
             values = permute(values, config.num_key_value_heads)
-        _add_tensor(writer, gguf_name, values, ggml_type)
+        part = gguf_name.split(".")[-2]
+        _add_tensor(writer, gguf_name, values, (types or {}).get(part, ggml_type))
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

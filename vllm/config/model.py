@@ -12,6 +12,8 @@ LOGPROBS_MODES = (
     "processed_logits",
 )
 
+QUANTIZATIONS = ("auto", "none", "gguf", "int8")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -23,6 +25,8 @@ class ModelConfig:
         served_model_name: the names that the API answers to; the first is shown.
         hf_config: the architecture's numbers.
         dtype: float32, bfloat16 or float16; of the weights and activations.
+        quantization: one of QUANTIZATIONS. gguf keeps the blocks of a GGUF file, int8
+            rounds weights, none dequantises; auto is gguf where that is fast.
         max_model_len: prompt and output together, tokens.
         max_logprobs: the most candidates a request may ask for; -1: the vocabulary.
         logprobs_mode: one of LOGPROBS_MODES.
@@ -38,6 +42,7 @@ class ModelConfig:
     hf_config: HfConfig
     dtype: str
     max_model_len: int
+    quantization: str = "auto"
     seed: int = 0
     trust_remote_code: bool = False
     max_logprobs: int = 20

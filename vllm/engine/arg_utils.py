@@ -18,7 +18,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.load import LOAD_FORMATS
-from vllm.config.model import LOGPROBS_MODES
+from vllm.config.model import LOGPROBS_MODES, QUANTIZATIONS
 from vllm.config.observability import SPEC_DECODE_METRICS_LEVELS
 from vllm.config.scheduler import SCHEDULING_POLICIES
 from vllm.config.structured_outputs import STRUCTURED_OUTPUTS_BACKENDS
@@ -82,6 +82,7 @@ class EngineArgs:
     tokenizer: str | None = None
     served_model_name: str | list[str] | None = None
     dtype: str = "auto"
+    quantization: str = "auto"
     max_model_len: int | None = None
     seed: int = 0
     trust_remote_code: bool = False
@@ -115,6 +116,7 @@ class EngineArgs:
         self._check_types()
         for name, choices in (
             ("dtype", DTYPES),
+            ("quantization", QUANTIZATIONS),
             ("device", DEVICES),
             ("load_format", LOAD_FORMATS),
             ("logprobs_mode", LOGPROBS_MODES),
@@ -289,6 +291,7 @@ class EngineArgs:
             dtype=default_dtype(device, hf_config)
             if self.dtype == "auto"
             else self.dtype,
+            quantization=self.quantization,
             max_model_len=self._max_model_len(hf_config),
             seed=self.seed,
             trust_remote_code=self.trust_remote_code,

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.load import LOAD_FORMATS
-from vllm.config.model import LOGPROBS_MODES
+from vllm.config.model import LOGPROBS_MODES, QUANTIZATIONS
 from vllm.config.observability import SPEC_DECODE_METRICS_LEVELS
 from vllm.config.scheduler import SCHEDULING_POLICIES
 from vllm.utils.argparse_utils import human_int, json_mapping, json_mapping_or_word
@@ -106,6 +106,12 @@ def _add_model_flags(group: _Group) -> None:
     )
     group.add(
         "--dtype", "of weights and activations; auto: fast and right", choices=DTYPES
+    )
+    group.add(
+        "--quantization",
+        "of weights: gguf keeps the blocks of a GGUF file, int8 rounds matrices, none "
+        "dequantises; auto is gguf where it is fast, else none",
+        choices=QUANTIZATIONS,
     )
     group.add(
         "--max-model-len",

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from vllm.model_executor.layers.embedding import VocabEmbedding
 from vllm.model_executor.layers.linear import Linear
 
 
@@ -35,10 +36,11 @@ def test_slots_are_named_after_the_checkpoint():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tied_weight_has_no_slot_and_stays_as_it_is(dtype):
-    table = torch.nn.Parameter(torch.eye(4, 3, dtype=dtype), requires_grad=False)
-    layer = Linear(3, {"lm_head": 4}, bias=False, dtype=dtype, tied_weight=table)
+    table = VocabEmbedding(4, 3, "embed_tokens", dtype)
+    table.weight_slots()["embed_tokens.weight"].copy_(torch.eye(4, 3, dtype=dtype))
+    layer = Linear(3, {"lm_head": 4}, bias=False, dtype=dtype, tied_embedding=table)
     assert layer.weight_slots() == {}
     layer.process_weights_after_loading()
-    assert torch.equal(table, torch.eye(4, 3, dtype=dtype))
+    assert torch.equal(table.weight, torch.eye(4, 3, dtype=dtype))
     x = torch.tensor([[1.0, 2.0, 3.0]], dtype=dtype)
     assert layer(x).tolist() == [[1.0, 2.0, 3.0, 0.0]]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from vllm.model_executor.layers.dense_decoder import SelfAttention
 from vllm.model_executor.layers.layer import Layer
@@ -28,7 +27,8 @@ class ContextKV(Layer):
         projections = [attention.qkv_proj for attention in self.attentions]
         # All keys before all values, so that one rotation takes all keys.
         parts = [slice(q_size, q_size + kv_size), slice(q_size + kv_size, None)]
-        stacked = torch.cat([p.weight[part] for part in parts for p in projections])
+        weights = [p.weight for p in projections if p.weight is not None]
+        stacked = torch.cat([weight[part] for part in parts for weight in weights])
         biases = [
             p.bias[part] for part in parts for p in projections if p.bias is not None
         ]
@@ -37,8 +37,8 @@ class ContextKV(Layer):
             {"context_kv": stacked.shape[0]},
             bias=bool(biases),
             dtype=stacked.dtype,
-            tied_weight=nn.Parameter(stacked, requires_grad=False),
         )
+        self.proj.weight_slots()["context_kv.weight"].copy_(stacked)
         if self.proj.bias is not None:
             self.proj.bias.data = torch.cat(biases)
 

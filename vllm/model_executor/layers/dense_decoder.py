@@ -206,7 +206,7 @@ class DenseCausalLM(Layer):
             {"lm_head": config.vocab_size},
             bias=False,
             dtype=self.dtype,
-            tied_weight=self.model.embed_tokens.weight if is_tied else None,
+            tied_embedding=self.model.embed_tokens if is_tied else None,
         )
 
     def forward(

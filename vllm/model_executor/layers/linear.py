@@ -3,10 +3,18 @@
 import torch
 from torch import nn
 
-from vllm import _custom_ops as ops
+from vllm.model_executor.layers.embedding import VocabEmbedding
 from vllm.model_executor.layers.layer import Layer, empty_weight
-
-_NUM_UNITS_AT_ONCE = 64
+from vllm.model_executor.layers.quantization.methods import (
+    UNQUANTIZED,
+    QuantizationMethod,
+)
+from vllm.model_executor.layers.quantization.weights import (
+    Blocks,
+    PackedWeight,
+    StackedWeight,
+    stack_blocks,
+)
 
 
 class Linear(Layer):
@@ -18,8 +26,7 @@ class Linear(Layer):
             stacked; one entry for a layer that stands alone.
         bias: every shard has a bias.
         dtype: of weight, bias and x.
-        tied_weight: [out_features, in_features], owned by somebody else and used in
-            place of an own weight, which then has no slot.
+        tied_embedding: whose table is the weight, which then has no slot.
     """
 
     def __init__(
@@ -29,47 +36,91 @@ class Linear(Layer):
         *,
         bias: bool,
         dtype: torch.dtype,
-        tied_weight: nn.Parameter | None = None,
+        tied_embedding: VocabEmbedding | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.shards = shards
         self.out_features = sum(shards.values())
-        self.is_tied = tied_weight is not None
-        if tied_weight is None:
-            tied_weight = empty_weight(self.out_features, in_features, dtype=dtype)
-        self.weight = tied_weight
+        self.is_tied = tied_embedding is not None
+        # A tuple, so that the table is not registered a second time.
+        self._tied: tuple[VocabEmbedding, ...] = (
+            () if tied_embedding is None else (tied_embedding,)
+        )
+        # Until the weights are laid out.
+        self.weight: nn.Parameter | None = None
+        if not self.is_tied:
+            self.weight = empty_weight(self.out_features, in_features, dtype=dtype)
         self.bias = empty_weight(self.out_features, dtype=dtype) if bias else None
+        self._blocks: dict[str, Blocks] = {}
+        self._packed: PackedWeight | None = None
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Return checkpoint name -> where that tensor goes."""
         slots: dict[str, torch.Tensor] = {}
-        if not self.is_tied:
+        if self.weight is not None:
             slots |= self._slices(self.weight, "weight")
         if self.bias is not None:
             slots |= self._slices(self.bias, "bias")
         return slots
 
-    def process_weights_after_loading(self) -> None:
+    def put_blocks(self, name: str, blocks: Blocks) -> bool:
+        """Take a weight as blocks, in place of what goes to its slot.
+
+        Args:
+            name: of the weight's slot.
+            blocks: of its shape.
+
+        Returns:
+            False where there is no such weight.
+        """
+        shard = name.removesuffix(".weight")
+        if shard == name or shard not in self.shards or self.weight is None:
+            return False
+        self._blocks[shard] = blocks
+        return True
+
+    def process_weights_after_loading(
+        self, method: QuantizationMethod = UNQUANTIZED
+    ) -> None:
         """Lay the weight out for the device; the slots are gone afterwards."""
-        packed = ops.pack_weight(self.weight.data)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        if self.is_tied:
+            self._packed = self._tied[0].as_head(method)
+            return
+        self._packed = self._pack(method)
+        self.weight = None
+        self._blocks = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [M, out_features] of x [M, in_features]."""
-        return ops.packed_linear(x, self.weight, self.out_features, self.bias)
+        assert self._packed is not None, "weights are laid out"
+        return self._packed.multiply(x, self.bias)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [n, in_features], the weight's rows of ids [n] int64."""
+        assert self._packed is not None, "weights are laid out"
+        return self._packed.rows(ids)
 
     def unpack(self) -> torch.Tensor:
         """Return the weight [out_features, in_features], whatever its layout."""
-        # The product of a unit vector is a column.
-        units = torch.eye(
-            self.in_features, dtype=self.weight.dtype, device=self.weight.device
+        assert self._packed is not None, "weights are laid out"
+        return self._packed.unpack()
+
+    def _pack(self, method: QuantizationMethod) -> PackedWeight:
+        assert self.weight is not None, "weights are laid out once"
+        if not self._blocks:
+            return method.pack(self.weight.data)
+        if self._blocks.keys() == self.shards.keys():
+            return stack_blocks([self._blocks[name] for name in self.shards])
+        pieces = self.weight.data.split(list(self.shards.values()))
+        return StackedWeight(
+            [
+                stack_blocks([self._blocks[name]])
+                if name in self._blocks
+                else method.pack(piece)
+                for name, piece in zip(self.shards, pieces, strict=True)
+            ]
         )
-        columns = [
-            ops.packed_linear(part, self.weight, self.out_features)
-            for part in units.split(_NUM_UNITS_AT_ONCE)
-        ]
-        return torch.cat(columns).T.contiguous()
 
     def _slices(self, stacked: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
         pieces = stacked.data.split(list(self.shards.values()))

@@ -7,6 +7,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import UnsupportedError
 from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.quantization.methods import (
+    QuantizationMethod,
+    get_quantization_method,
+)
 from vllm.model_executor.model_loader.weight_slots import WeightSlots
 from vllm.model_executor.models.interfaces import CausalLM
 from vllm.model_executor.models.registry import get_model_class
@@ -22,6 +26,9 @@ def load_model(vllm_config: VllmConfig, device: torch.device) -> CausalLM:
     """
     model_config = vllm_config.model_config
     dtype = getattr(torch, model_config.dtype)
+    method = get_quantization_method(
+        model_config.quantization, os.path.isfile(model_config.model), device, dtype
+    )
     model_class = get_model_class(model_config.hf_config.architecture)
     with torch.device(device), torch.no_grad():
         model = model_class(vllm_config, get_attn_backend(device, dtype))
@@ -29,16 +36,18 @@ def load_model(vllm_config: VllmConfig, device: torch.device) -> CausalLM:
     model.to(device).requires_grad_(False).eval()
     slots = WeightSlots(model)
     with torch.no_grad():
-        _fill(vllm_config, slots)
+        _fill(vllm_config, slots, method)
     # The slots' views would keep the unpacked weights alive.
     del slots
     for module in model.modules():
         if isinstance(module, Linear):
-            module.process_weights_after_loading()
+            module.process_weights_after_loading(method)
     return model
 
 
-def _fill(vllm_config: VllmConfig, slots: WeightSlots) -> None:
+def _fill(
+    vllm_config: VllmConfig, slots: WeightSlots, method: QuantizationMethod
+) -> None:
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     path, load_format = model_config.model, load_config.load_format
     is_file = os.path.isfile(path)
@@ -58,7 +67,9 @@ def _fill(vllm_config: VllmConfig, slots: WeightSlots) -> None:
     if load_format == "gguf":
         from vllm.model_executor.model_loader.gguf_loader import load_gguf
 
-        return load_gguf(path, model_config.hf_config, slots, show_progress)
+        return load_gguf(
+            path, model_config.hf_config, slots, method.keeps_blocks, show_progress
+        )
     from vllm.model_executor.model_loader.safetensors_loader import load_safetensors
 
     return load_safetensors(path, slots, show_progress)

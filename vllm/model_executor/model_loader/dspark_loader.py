@@ -15,8 +15,6 @@ from vllm.v1.attention.selector import get_attn_backend
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _VOCAB_MAP = "d2t"
-# Rows of the unit matrix at once, which bounds the logits that they give.
-_NUM_UNIT_ROWS = 64
 
 
 def load_dspark_model(
@@ -63,7 +61,7 @@ def load_dspark_model(
             model.draft_vocab.process_weights_after_loading()
         if rows is not None:
             assert model.draft_vocab is not None, "made for a reduced vocabulary"
-            rows.copy_(_select_head_rows(target, model.draft_vocab.target_ids))
+            rows.copy_(target.lm_head.rows(model.draft_vocab.target_ids))
         del rows
         model.process_weights_after_loading(target.model.embed_tokens, target.lm_head)
     return model
@@ -71,23 +69,6 @@ def load_dspark_model(
 
 def _head_shape(config: DSparkConfig) -> tuple[int, int]:
     return config.draft_vocab_size, config.backbone.hidden_size
-
-
-def _select_head_rows(target: DenseCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return [n, hidden_size], the output layer's rows of tokens.
-
-    A layer of its own may be laid out for the device already, so the rows are asked
-    for: a unit vector's logits are a column of the weight, exactly.
-    """
-    weight = target.lm_head.weight
-    if target.lm_head.is_tied:
-        weight = target.model.embed_tokens.weight
-    if weight.dim() == 2:
-        return weight[token_ids]
-    size = target.model.norm.weight.shape[0]
-    units = torch.eye(size, dtype=target.dtype, device=weight.device)
-    columns = [target.lm_head(x)[:, token_ids] for x in units.split(_NUM_UNIT_ROWS)]
-    return torch.cat(columns).T
 
 
 def _undo_interleaving(model: DSparkModel) -> None:

@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, dequantised as they are read."""
+"""Weights from a GGUF file: blocks as they are, or dequantised as they are read."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from vllm import platforms
 from vllm.exceptions import CheckpointError, UnsupportedError
+from vllm.model_executor.layers.quantization.weights import Blocks
 from vllm.model_executor.model_loader.weight_slots import WeightSlots
 from vllm.transformers_utils.config import HfConfig
 from vllm.transformers_utils.gguf_config import ROPE_FACTORS_TENSOR
@@ -37,14 +38,27 @@ _SUPPORTED_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
+# Encoding -> the one in which its blocks are kept.
+_KEPT_TYPES = {"Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q8_0": "Q8_0", "Q5_0": "Q8_0"}
 # Dequantised at once by a thread: bounds the temporaries, fills a cache line of work.
 _CHUNK_VALUES = 1 << 20
 
 
 def load_gguf(
-    path: str, config: HfConfig, slots: WeightSlots, show_progress: bool
+    path: str,
+    config: HfConfig,
+    slots: WeightSlots,
+    keeps_blocks: bool,
+    show_progress: bool,
 ) -> None:
     """Fill the slots from a GGUF file.
+
+    Args:
+        path: of the file.
+        config: of its model.
+        slots: of the model.
+        keeps_blocks: where an encoding can be kept without loss, it is.
+        show_progress: show a progress bar.
 
     Raises:
         CheckpointError: a tensor is missing, truncated, extra or of a wrong shape.
@@ -54,7 +68,7 @@ def load_gguf(
     jobs: list[Callable[[], None]] = []
     for tensor in file.tensors.values():
         if tensor.name != ROPE_FACTORS_TENSOR:
-            jobs += _plan_tensor(file, tensor, config, slots)
+            jobs += _plan_tensor(file, tensor, config, slots, keeps_blocks)
     slots.check_all_taken(path)
     with ThreadPoolExecutor(platforms.num_usable_cpus()) as pool:
         futures = [pool.submit(job) for job in jobs]
@@ -65,7 +79,11 @@ def load_gguf(
 
 
 def _plan_tensor(
-    file: GGUFFile, tensor: GGUFTensor, config: HfConfig, slots: WeightSlots
+    file: GGUFFile,
+    tensor: GGUFTensor,
+    config: HfConfig,
+    slots: WeightSlots,
+    keeps_blocks: bool,
 ) -> list[Callable[[], None]]:
     """Take a tensor's slot and return the work that fills it, in chunks of rows."""
     # Imported when needed: it costs a third of a second.
@@ -98,6 +116,9 @@ def _plan_tensor(
         rows = _undo_permutation(raw.reshape(slot.shape[0], -1), num_heads)
         raw = rows.reshape(-1)
     raw, target = raw.reshape(num_rows, row_bytes), slot.view(num_rows, width)
+    quant_type = types[ggml_type]
+    if keeps_blocks and slot.dim() == 2 and quant_type in _KEPT_TYPES:
+        return [partial(_keep_blocks, raw, quant_type, width, slots, name)]
     step = max(_CHUNK_VALUES // width, 1)
     return [
         partial(_dequantise, raw[i : i + step], ggml_type, target[i : i + step])
@@ -139,6 +160,32 @@ def _undo_permutation(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """
     halves = rows.reshape(num_heads, -1, 2, rows.shape[-1]).swapaxes(1, 2)
     return halves.reshape(rows.shape)
+
+
+def _keep_blocks(
+    raw: np.ndarray, quant_type: str, width: int, slots: WeightSlots, name: str
+) -> None:
+    """Hand over [n, row_bytes] of encoded rows."""
+    # A copy: torch does not take a read-only view of a mapped file.
+    rows = _widen_q5_0(raw) if quant_type == "Q5_0" else raw.copy()
+    blocks = Blocks(_KEPT_TYPES[quant_type], torch.from_numpy(rows), width)
+    is_taken = slots.put_blocks(name, blocks)
+    assert is_taken, f"{name} is a matrix that takes numbers only"
+
+
+def _widen_q5_0(raw: np.ndarray) -> np.ndarray:
+    """Return rows in Q5_0 as the same numbers in Q8_0.
+
+    A block of Q5_0 is a scale, the fifth bits of 32 values, and their other bits: those
+    of the first half in the low bits of 16 bytes.
+    """
+    blocks = raw.reshape(-1, 22)
+    scales, fifth_bits, both = np.split(blocks, (2, 6), axis=1)
+    low = np.concatenate((both & 15, both >> 4), axis=1).astype(np.int8)
+    high = np.unpackbits(fifth_bits, axis=1, bitorder="little").astype(np.int8)
+    values = low + 16 * high - 16
+    widened = np.concatenate((scales, values.view(np.uint8)), axis=1)
+    return widened.reshape(raw.shape[0], -1)
 
 
 def _dequantise(raw: np.ndarray, ggml_type: int, target: torch.Tensor) -> None:

@@ -1,11 +1,13 @@
 """Where each tensor of a checkpoint goes, and what is still missing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from vllm.exceptions import CheckpointError
+from vllm.model_executor.layers.quantization.weights import Blocks
 
 _MAX_NAMES_IN_ERROR = 3
 
@@ -15,11 +17,13 @@ class WeightSlots:
 
     A module that owns weights offers `weight_slots()`, whose names are relative to the
     module that it stands in. A slot is a view of the weight, so that to copy into it is
-    to load; safe for threads that fill different slots.
+    to load; safe for threads that fill different slots. A module whose weights may also
+    be encoded takes them by `put_blocks`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._free: dict[str, torch.Tensor] = {}
+        self._block_takers: dict[str, Callable[[Blocks], bool]] = {}
         for module_name, module in model.named_modules():
             if not hasattr(module, "weight_slots"):
                 continue
@@ -28,6 +32,8 @@ class WeightSlots:
                 full_name = f"{parent}.{name}" if parent else name
                 assert full_name not in self._free, f"two slots named {full_name}"
                 self._free[full_name] = slot
+                if hasattr(module, "put_blocks"):
+                    self._block_takers[full_name] = partial(module.put_blocks, name)
         self._names = frozenset(self._free)
 
     def __contains__(self, name: str) -> bool:
@@ -67,6 +73,15 @@ class WeightSlots:
                 f"configuration the model needs {list(slot.shape)}"
             )
         return slot
+
+    def put_blocks(self, name: str, blocks: Blocks) -> bool:
+        """Fill a slot that was taken, with a weight in the encoding of its file.
+
+        Returns:
+            False where the slot takes numbers only.
+        """
+        taker = self._block_takers.get(name)
+        return taker is not None and taker(blocks)
 
     def check_all_taken(self, where: str) -> None:
         """Check that nothing is missing.

@@ -91,6 +91,7 @@ def describe_setup(vllm_config: VllmConfig, device: torch.device) -> dict[str, A
         "isa": [envs.VLLM_CPU_ISA, envs.VLLM_CPU_DISABLE_OPS],
         "model": _fingerprint(Path(model_config.model)),
         "dtype": model_config.dtype,
+        "quantization": model_config.quantization,
         "sampling": model_config.default_sampling_params,
         "method": speculative_config.method,
         "drafter": speculative_config.model

@@ -71,6 +71,7 @@ class DraftModelSpeculator(Speculator):
                 vllm_config.model_config,
                 model=config.model,
                 hf_config=config.draft_hf_config,
+                quantization=_draft_quantization(vllm_config),
             ),
             speculative_config=None,
         )
@@ -227,3 +228,9 @@ class DraftModelSpeculator(Speculator):
             hidden_states = self._model(inputs.input_ids, inputs.positions)
         assert isinstance(hidden_states, torch.Tensor), "nobody has asked for taps"
         return hidden_states
+
+
+def _draft_quantization(vllm_config: VllmConfig) -> str:
+    """Return the target's choice, but for the format of the target's own file."""
+    quantization = vllm_config.model_config.quantization
+    return "auto" if quantization == "gguf" else quantization

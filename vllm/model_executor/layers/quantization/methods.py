@@ -1,0 +1,68 @@
+"""Which kind of weight a checkpoint becomes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm import _custom_ops as ops
+from vllm.exceptions import UnsupportedError
+from vllm.model_executor.layers.quantization.weights import (
+    DenseWeight,
+    PackedWeight,
+    QuantizedWeight,
+)
+
+
+@dataclass(frozen=True)
+class QuantizationMethod:
+    """What is done with the weights of a checkpoint.
+
+    Args:
+        keeps_blocks: blocks of a GGUF file are used as they are; else they are
+            dequantised.
+        pack: makes a weight of numbers [num_rows, size].
+    """
+
+    keeps_blocks: bool
+    pack: Callable[[torch.Tensor], PackedWeight]
+
+
+UNQUANTIZED = QuantizationMethod(False, DenseWeight)
+_METHODS = {
+    "none": UNQUANTIZED,
+    "gguf": QuantizationMethod(True, DenseWeight),
+    "int8": QuantizationMethod(False, QuantizedWeight.from_float),
+}
+
+
+def get_quantization_method(
+    quantization: str, is_gguf: bool, device: torch.device, dtype: torch.dtype
+) -> QuantizationMethod:
+    """Return the method of a checkpoint.
+
+    Args:
+        quantization: one of the configuration's QUANTIZATIONS. auto keeps the blocks of
+            a GGUF file where the compiled operators multiply them.
+        is_gguf: the checkpoint is a GGUF file.
+        device: the weights' and activations'.
+        dtype: the activations'.
+
+    Raises:
+        UnsupportedError: the device, dtype or checkpoint does not go with it.
+    """
+    is_possible = device.type == "cpu" and dtype is torch.float32
+    if quantization == "auto":
+        keeps_blocks = is_gguf and is_possible and ops.has_cpu_ops()
+        return _METHODS["gguf" if keeps_blocks else "none"]
+    if quantization != "none" and not is_possible:
+        raise UnsupportedError(
+            f"quantization={quantization} needs the CPU and dtype float32, not "
+            f"{device.type} and {str(dtype).removeprefix('torch.')}: set quantization "
+            "to none"
+        )
+    if quantization == "gguf" and not is_gguf:
+        raise UnsupportedError(
+            "quantization=gguf needs a GGUF file: set it to auto, int8 or none"
+        )
+    return _METHODS[quantization]

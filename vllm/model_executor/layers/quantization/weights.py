@@ -1,0 +1,152 @@
+"""Weights as the device reads them: what a product, a look-up and a reader need."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm import _custom_ops as ops
+
+# Rows of the unit matrix at once, which bounds the products that they give.
+_NUM_UNITS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of a weight, encoded as in a GGUF file.
+
+    Args:
+        quant_type: Q4_0, Q4_1 or Q8_0.
+        rows: [N, bytes of a row] uint8.
+        size: values of a row.
+    """
+
+    quant_type: str
+    rows: torch.Tensor
+    size: int
+
+
+class PackedWeight(ABC):
+    """A weight [num_rows, size] in the layout of one kind of product."""
+
+    num_rows: int
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [M, num_rows], x [M, size] times the transposed weight, plus bias."""
+
+    @abstractmethod
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [n, size], the rows of ids [n] int64."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return [num_rows, size]."""
+        return self.rows(torch.arange(self.num_rows))
+
+
+class DenseWeight(PackedWeight):
+    """Numbers in the dtype of the activations.
+
+    Args:
+        weight: [num_rows, size].
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.num_rows, self.size = weight.shape
+        self._packed = ops.pack_weight(weight)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [M, num_rows]."""
+        return ops.packed_linear(x, self._packed, self.num_rows, bias)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [n, size], exactly."""
+        packed = self._packed
+        if packed.dim() == 2:
+            return packed[ids.to(packed.device)]
+        # The product of a unit vector is a column.
+        units = torch.eye(self.size, dtype=packed.dtype, device=packed.device)
+        columns = [
+            self.multiply(part, None)[:, ids]
+            for part in units.split(_NUM_UNITS_AT_ONCE)
+        ]
+        return torch.cat(columns).T.contiguous()
+
+
+class QuantizedWeight(PackedWeight):
+    """Integers with scales, multiplied as integers.
+
+    Args:
+        packed: from `pack_blocks` or `pack_int8`.
+        quant_type: of it.
+    """
+
+    def __init__(
+        self, packed: torch.Tensor, quant_type: str, num_rows: int, size: int
+    ) -> None:
+        self.num_rows, self.size = num_rows, size
+        self._packed = packed
+        self._quant_type = quant_type
+
+    @classmethod
+    def from_blocks(cls, blocks: Blocks) -> "QuantizedWeight":
+        """Return the blocks of a file, no bit of them changed."""
+        packed = ops.pack_blocks(blocks.rows, blocks.quant_type, blocks.size)
+        return cls(packed, blocks.quant_type, blocks.rows.shape[0], blocks.size)
+
+    @classmethod
+    def from_float(cls, weight: torch.Tensor) -> "QuantizedWeight":
+        """Return a weight [num_rows, size] rounded to int8, one scale a row."""
+        return cls(ops.pack_int8(weight), "int8", *weight.shape)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [M, num_rows]; x is rounded to int8."""
+        return ops.quantized_linear(
+            x, self._packed, self._quant_type, self.num_rows, bias
+        )
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [n, size] float32."""
+        return ops.quantized_rows(
+            self._packed, self._quant_type, self.num_rows, self.size, ids
+        )
+
+
+class StackedWeight(PackedWeight):
+    """Weights of different kinds, one above the other.
+
+    Args:
+        parts: of the same size.
+    """
+
+    def __init__(self, parts: Sequence[PackedWeight]) -> None:
+        self._parts = tuple(parts)
+        self._num_rows = [part.num_rows for part in parts]
+        self.num_rows = sum(self._num_rows)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [M, num_rows]."""
+        products = torch.cat([part.multiply(x, None) for part in self._parts], dim=1)
+        return products if bias is None else products.add_(bias)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [n, size]."""
+        return self.unpack()[ids]
+
+    def unpack(self) -> torch.Tensor:
+        """Return [num_rows, size]."""
+        return torch.cat([part.unpack() for part in self._parts])
+
+
+def stack_blocks(shards: Sequence[Blocks]) -> PackedWeight:
+    """Return blocks one above the other, in as few products as their types allow."""
+    merged: list[Blocks] = []
+    for shard in shards:
+        if merged and merged[-1].quant_type == shard.quant_type:
+            rows = torch.cat((merged[-1].rows, shard.rows))
+            merged[-1] = Blocks(shard.quant_type, rows, shard.size)
+        else:
+            merged.append(shard)
+    parts = [QuantizedWeight.from_blocks(blocks) for blocks in merged]
+    return parts[0] if len(parts) == 1 else StackedWeight(parts)
