@@ -29,7 +29,8 @@ SIZE = 576
 LAYER, HEAD = 1536, 49152
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64)
 KINDS = ("float32", "Q4_0", "Q4_1", "Q8_0", "int8")
-WEIGHT_BYTES = 64 << 20
+WEIGHT_BYTES = 128 << 20
+READ_BYTES = 512 << 20
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISA_FLAGS = {
@@ -57,24 +58,19 @@ class Limits:
 
     def bytes_per_s(self) -> float:
         """Return the best rate at which memory is read."""
-        data = torch.ones(256 << 20, dtype=torch.uint8)
-        num_bytes = ctypes.c_int64(data.numel())
-        pointer = ctypes.c_void_p(data.data_ptr())
-        return data.numel() / best_s(
-            lambda: self._c.read_memory(pointer, num_bytes, ctypes.c_int64(1)), 8
-        )
+        num_pieces = ctypes.c_int64(READ_BYTES >> 20)
+        self._c.allocate_memory.restype = ctypes.c_void_p
+        data = ctypes.c_void_p(self._c.allocate_memory(num_pieces))
+        seconds = best_s(lambda: self._c.read_memory(data, num_pieces), 8)
+        self._c.free_memory(data)
+        return READ_BYTES / seconds
 
     def products_per_s(self) -> float:
         """Return the best rate of multiply-adds of bytes."""
-        pieces, rounds = 4 * torch.get_num_threads(), 100_000
-        arguments = (ctypes.c_int64(pieces), ctypes.c_int64(rounds), ctypes.c_int32(1))
-        return (
-            pieces
-            * rounds
-            * 8
-            * 64
-            / best_s(lambda: self._c.multiply_bytes(*arguments), 8)
-        )
+        num_pieces, num_rounds = 4 * torch.get_num_threads(), 500
+        arguments = ctypes.c_int64(num_pieces), ctypes.c_int64(num_rounds)
+        seconds = best_s(lambda: self._c.multiply_bytes(*arguments), 8)
+        return num_pieces * num_rounds * 1024 * 64 / seconds
 
 
 def best_s(call: Callable[[], object], num_rounds: int) -> float:
@@ -136,8 +132,8 @@ def bench_shape(
     products, num_bytes, num_weights = {}, {}, {}
     for kind in KINDS:
         bits = {"float32": 32, "Q4_0": 4.5, "Q4_1": 5}.get(kind, 8.5)
-        count = max(1, round(WEIGHT_BYTES / (SIZE * num_columns * bits / 8)))
-        num_weights[kind] = min(count, 80)
+        count = round(WEIGHT_BYTES / (SIZE * num_columns * bits / 8))
+        num_weights[kind] = max(2, count)
         products[kind], num_bytes[kind] = make_product(
             ops, kind, num_columns, num_weights[kind]
         )
