@@ -26,6 +26,7 @@ ISAS = {"base": 1, "avx512": 2, "avx512_vnni": 3}
 
 # As csrc/cpu/quantized.h counts them.
 _QUANTIZED_FORMATS = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "int8": 3}
+_FLOAT32_FORMAT = -1
 
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 
@@ -37,7 +38,6 @@ _SHORT = {
     "vllm_quantized_size": "iii:i",
     "vllm_quantized_rows": "piiipip:i",
     "vllm_rms_norm": "piipfpiiiii:",
-    "vllm_fused_add_rms_norm": "pipipfii:",
     "vllm_silu_and_mul": "pipii:",
     "vllm_rotary_embedding": "ppiipiipiiii:i",
     "vllm_reshape_and_cache": "pipippiiiii:i",
@@ -49,6 +49,7 @@ _LONG = {
     "vllm_pack_int8": "piiip:",
     "vllm_quantized_linear": "pipippiii:",
     "vllm_paged_attention": "pippipppiiiiiiiiifi:i",
+    "vllm_decoder_layers": "pippip:i",
     "vllm_philox_uniform": "piip:",
     "vllm_gumbel_argmax": "pippiip:",
     "vllm_top_k_top_p": "pippii:",
@@ -145,11 +146,7 @@ class NativeOps:
     ) -> torch.Tensor:
         num_rows, size = x.shape
         _check_rows(x)
-        if packed.numel() != -(-num_columns // LANES) * LANES * size:
-            raise ValueError(
-                f"the packed weight has {packed.numel()} elements, which is not "
-                f"{num_columns} columns of {size}"
-            )
+        self._check_dense(packed, num_columns, size)
         if bias is not None:
             _check_vector(bias, num_columns)
         out = torch.empty((num_rows, num_columns))
@@ -271,6 +268,43 @@ class NativeOps:
                 f"not {num_columns} columns of {size} in {quant_type}"
             )
 
+    def _check_dense(self, packed: torch.Tensor, num_columns: int, size: int) -> None:
+        if packed.numel() != -(-num_columns // LANES) * LANES * size:
+            raise ValueError(
+                f"the packed weight has {packed.numel()} elements, which is not "
+                f"{num_columns} columns of {size}"
+            )
+
+    def check_packed(
+        self, packed: torch.Tensor, quant_type: str, num_columns: int, size: int
+    ) -> int:
+        """Return the number of a packed weight's format; float32 has one too.
+
+        Raises:
+            ValueError: the weight has other sizes.
+        """
+        if quant_type != "float32":
+            self._check_quantized(packed, quant_type, num_columns, size)
+            return _QUANTIZED_FORMATS[quant_type]
+        self._check_dense(packed, num_columns, size)
+        return _FLOAT32_FORMAT
+
+    def decoder_layers(
+        self,
+        layers: int,
+        num_layers: int,
+        step: int,
+        stream: int,
+        stream_stride: int,
+        kv_caches: int,
+    ) -> int:
+        """Run what the addresses are of; 0, or which index is outside."""
+        return int(
+            self._c.decoder_layers(
+                layers, num_layers, step, stream, stream_stride, kv_caches
+            )
+        )
+
     def rms_norm(
         self,
         x: torch.Tensor,
@@ -300,28 +334,6 @@ class NativeOps:
             size,
         )
         return out
-
-    def fused_add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> None:
-        num_rows, size = x.shape
-        _check_rows(x)
-        _check_rows(residual)
-        _check_vector(weight, size)
-        if residual.shape != x.shape:
-            raise ValueError(
-                f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}"
-            )
-        self._c.fused_add_rms_norm(
-            x.data_ptr(),
-            x.stride()[0],
-            residual.data_ptr(),
-            residual.stride()[0],
-            weight.data_ptr(),
-            eps,
-            num_rows,
-            size,
-        )
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, double_size = x.shape

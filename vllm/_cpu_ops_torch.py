@@ -133,13 +133,6 @@ def rms_norm(
     return normed if out is None else out.copy_(normed)
 
 
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> None:
-    residual += x
-    rms_norm(residual, weight, eps, x)
-
-
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up

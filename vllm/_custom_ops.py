@@ -6,11 +6,13 @@ the number of threads or the instruction set. The twins (`_cpu_ops_torch`) have 
 meaning, any device and dtype, and torch's own rounding.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 
 from vllm import _cpu_ops_torch
+from vllm._cpu_ops_decoder import DecoderLayerWeights, FusedLayers
 from vllm._cpu_ops_native import NativeOps, maybe_load_native_ops
 
 _native: NativeOps | None = maybe_load_native_ops()
@@ -178,20 +180,6 @@ def rms_norm(
     return _pick(x).rms_norm(x, weight, eps, out)
 
 
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> None:
-    """Add x to the residual, then write the residual's norm to x; both in place.
-
-    Args:
-        x: [T, D].
-        residual: [T, D].
-        weight: [D].
-        eps: added to the mean square.
-    """
-    _pick(x).fused_add_rms_norm(x, residual, weight, eps)
-
-
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Return silu(first half) * second half of every row.
 
@@ -287,6 +275,20 @@ def paged_attention(
     _pick(query).paged_attention(
         query, kv_cache, block_table, query_start_loc, seq_lens, scale, out, is_causal
     )
+
+
+def fuse_decoder_layers(layers: Sequence[DecoderLayerWeights]) -> FusedLayers | None:
+    """Return decoder layers that run in one call; None without the compiled operators.
+
+    There is no twin: what they compute is what the single operators compute.
+
+    Args:
+        layers: of one shape, packed by the compiled operators.
+
+    Raises:
+        ValueError: sizes do not belong together.
+    """
+    return None if _native is None else FusedLayers(_native, layers)
 
 
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:

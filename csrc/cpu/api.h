@@ -35,9 +35,6 @@ VLLM_API void vllm_rms_norm(const float* x, int64_t outer_stride, int64_t inner_
                             const float* weight, float eps, float* out,
                             int64_t out_outer_stride, int64_t out_inner_stride,
                             int64_t num_outer, int64_t num_inner, int64_t size);
-VLLM_API void vllm_fused_add_rms_norm(float* x, int64_t x_stride, float* residual,
-                                      int64_t residual_stride, const float* weight,
-                                      float eps, int64_t num_rows, int64_t size);
 VLLM_API void vllm_silu_and_mul(const float* x, int64_t x_stride, float* out,
                                 int64_t num_rows, int64_t size);
 VLLM_API int64_t vllm_rotary_embedding(const int64_t* positions, float* q, int64_t q_stride,
@@ -53,7 +50,7 @@ VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
                                         int64_t num_kv_heads, int64_t block_size,
                                         int64_t head_size);
 VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
-                                      const float* kv_cache, const int32_t* block_table,
+                                      float* kv_cache, const int32_t* block_table,
                                       int64_t block_table_stride,
                                       const int32_t* query_start_loc,
                                       const int32_t* seq_lens, float* out,
@@ -63,6 +60,52 @@ VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
                                       int64_t block_size, int64_t num_blocks,
                                       int64_t max_blocks, float scale,
                                       int64_t is_causal);
+
+// A packed weight [num_columns][size], the size being its layer's.
+struct VllmWeight {
+  int64_t format;  // of a quantized weight, or kVllmFloat32
+  const void* packed;
+  const float* bias;  // [num_columns] or null
+  int64_t num_columns;
+};
+constexpr int64_t kVllmFloat32 = -1;
+
+// Weights that stand above each other.
+struct VllmLinear {
+  const VllmWeight* parts;
+  int64_t num_parts;
+  int64_t size;
+};
+
+struct VllmDecoderLayer {
+  VllmLinear qkv, o, gate_up, down;
+  const float* input_norm;      // [hidden_size], as the next
+  const float* post_norm;
+  const float* q_norm;          // [head_size] or null, as the next
+  const float* k_norm;
+  const float* cos_sin_cache;   // [num_positions][rotary_dim]
+  int64_t num_positions, rotary_dim;
+  int64_t num_heads, num_kv_heads, head_size;
+  float eps, scale;
+};
+
+struct VllmStep {
+  const int64_t* positions;        // [num_tokens], as the next
+  const int64_t* slot_mapping;
+  const int32_t* block_table;      // [num_reqs][max_blocks]
+  int64_t block_table_stride, max_blocks;
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int32_t* seq_lens;         // [num_reqs]
+  int64_t num_tokens, num_reqs, num_blocks, block_size;
+  int64_t is_causal;
+};
+
+// Runs layers, all of the first one's shape, on the residual stream [num_tokens]
+// [hidden_size]. Returns 1 if a position, 2 if a slot, 3 if a block is outside, and then
+// has written nothing.
+VLLM_API int64_t vllm_decoder_layers(const VllmDecoderLayer* layers, int64_t num_layers,
+                                     const VllmStep* step, float* stream,
+                                     int64_t stream_stride, float* const* kv_caches);
 
 VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
                                   float* out);

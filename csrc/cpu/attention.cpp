@@ -1,12 +1,10 @@
 // Attention over the paged cache, without gathering it.
 //
-// One layer's cache: keys [num_blocks][num_kv_heads][width][block_size], transposed so
-// that sixteen keys are one vector, then values [num_blocks][num_kv_heads][block_size]
-// [width]; width is the head size rounded up to 16, block_size a multiple of 16.
-//
 // A row is one query head of one token. Its softmax runs over steps of 64 keys at
 // absolute positions, and partitions of 256 keys are merged in order. So its bits depend
 // on its own query and keys only, not on the chunk, the batch or the threads.
+#include "attention.h"
+
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -25,26 +23,6 @@ constexpr int64_t kPartition = 256;
 constexpr int64_t kTileRows = 48;
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kMinWork = 65536;
-
-struct Attention {
-  const float* query;
-  int64_t query_stride;
-  const float* keys;
-  const float* values;
-  const int32_t* block_table;
-  int64_t block_table_stride;
-  const int32_t* query_start_loc;
-  const int32_t* seq_lens;
-  float* out;
-  int64_t out_stride;
-  int64_t num_reqs, num_heads, num_kv_heads, head_size, block_size;
-  float scale;
-  bool is_causal;
-
-  int64_t width() const { return (head_size + kLanes - 1) / kLanes * kLanes; }
-  int64_t group() const { return num_heads / num_kv_heads; }
-  int64_t block_floats() const { return width() * block_size; }
-};
 
 // Neighbouring query tokens of one request, with the heads of one key/value head.
 struct Tile {
@@ -117,8 +95,8 @@ class TileRun {
 
   const float* block(const float* base, int64_t position) const {
     const int64_t id = a_.block_table[tile_.req * a_.block_table_stride +
-                                      position / a_.block_size];
-    return base + (id * a_.num_kv_heads + tile_.kv_head) * a_.block_floats();
+                                      position / a_.cache.block_size];
+    return base + (id * a_.cache.num_kv_heads + tile_.kv_head) * a_.cache.block_floats();
   }
 
   // Rows in register tiles of kMaxRows, each [width][rows], scaled.
@@ -129,9 +107,9 @@ class TileRun {
       const int64_t tile_rows = rows_ - tile_start < kMaxRows ? rows_ - tile_start : kMaxRows;
       const int64_t token = tile_.first_token + row / a_.group();
       const int64_t head = tile_.kv_head * a_.group() + row % a_.group();
-      const float* source = a_.query + token * a_.query_stride + head * a_.head_size;
+      const float* source = a_.query + token * a_.query_stride + head * a_.cache.head_size;
       float* target = queries_ + tile_start * width + (row - tile_start);
-      for (int64_t d = 0; d < a_.head_size; ++d) target[d * tile_rows] = source[d] * a_.scale;
+      for (int64_t d = 0; d < a_.cache.head_size; ++d) target[d * tile_rows] = source[d] * a_.scale;
     }
   }
 
@@ -165,13 +143,13 @@ class TileRun {
     const float* keys[GROUPS];
     for (int i = 0; i < GROUPS; ++i) {
       const int64_t position = start + (g + i) * kLanes;
-      keys[i] = block(a_.keys, position) + position % a_.block_size;
+      keys[i] = block(a_.cache.keys, position) + position % a_.cache.block_size;
     }
     Vec acc[ROWS][GROUPS];
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j) acc[i][j] = broadcast(0.0f);
     accumulate<ROWS, GROUPS, 1, ROWS>(acc, queries_ + row * a_.width(), keys,
-                                      a_.block_size, a_.head_size);
+                                      a_.cache.block_size, a_.cache.head_size);
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j)
         store(weights_ + (row + i) * kStep + (g + j) * kLanes, acc[i][j]);
@@ -242,12 +220,12 @@ class TileRun {
     }
     for (int64_t key = from; key < to;) {
       const int64_t position = start + key;
-      const int64_t offset = position % a_.block_size;
-      const int64_t left = a_.block_size - offset;
+      const int64_t offset = position % a_.cache.block_size;
+      const int64_t left = a_.cache.block_size - offset;
       const int64_t count = to - key < left ? to - key : left;
       const float* values[GROUPS];
       for (int j = 0; j < GROUPS; ++j)
-        values[j] = block(a_.values, position) + offset * width + column + j * kLanes;
+        values[j] = block(a_.cache.values(), position) + offset * width + column + j * kLanes;
       accumulate<ROWS, GROUPS, kStep, 1>(acc, weights_ + row * kStep + key, values, width,
                                          count);
       key += count;
@@ -293,11 +271,11 @@ void write_out(const Attention& a, const Tile& tile, State state) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t token = tile.first_token + row / a.group();
     const int64_t head = tile.kv_head * a.group() + row % a.group();
-    float* out = a.out + token * a.out_stride + head * a.head_size;
+    float* out = a.out + token * a.out_stride + head * a.cache.head_size;
     const Vec sums = broadcast(state.sum[row]);
-    for (int64_t column = 0; column < a.head_size; column += kLanes) {
+    for (int64_t column = 0; column < a.cache.head_size; column += kLanes) {
       const Vec acc = load(state.acc + row * a.width() + column);
-      store_at(out, acc / sums, column, a.head_size);
+      store_at(out, acc / sums, column, a.cache.head_size);
     }
   }
 }
@@ -316,11 +294,11 @@ std::vector<Tile> make_tiles(const Attention& a, int64_t& work) {
     const int64_t first = a.query_start_loc[req];
     const int64_t count = a.query_start_loc[req + 1] - first;
     const int64_t computed = a.seq_lens[req] - count;
-    work += count * a.num_heads * a.seq_lens[req] * a.head_size;
+    work += count * a.num_heads * a.seq_lens[req] * a.cache.head_size;
     for (int64_t tile = (count + cap - 1) / cap - 1; tile >= 0; --tile) {
       const int64_t start = tile * cap;
       const int64_t tokens = count - start < cap ? count - start : cap;
-      for (int64_t head = 0; head < a.num_kv_heads; ++head)
+      for (int64_t head = 0; head < a.cache.num_kv_heads; ++head)
         tiles.push_back({req, head, first + start, tokens, computed + start});
     }
   }
@@ -377,21 +355,38 @@ void run_split(const Attention& a, const std::vector<Tile>& tiles) {
   });
 }
 
-bool has_bad_block(const Attention& a, int64_t num_blocks, int64_t max_blocks) {
+}  // namespace
+
+bool has_valid_indices(const Attention& a) {
+  if (a.query_start_loc[0] < 0 || a.query_start_loc[a.num_reqs] > a.num_tokens)
+    return false;
   for (int64_t req = 0; req < a.num_reqs; ++req) {
     const int64_t count = a.query_start_loc[req + 1] - a.query_start_loc[req];
-    if (count < 0 || a.seq_lens[req] < count) return true;
-    const int64_t used = (a.seq_lens[req] + a.block_size - 1) / a.block_size;
-    if (count > 0 && used > max_blocks) return true;
+    if (count < 0 || a.seq_lens[req] < count) return false;
+    const int64_t used = (a.seq_lens[req] + a.cache.block_size - 1) / a.cache.block_size;
+    if (count > 0 && used > a.max_blocks) return false;
     for (int64_t i = 0; count > 0 && i < used; ++i) {
       const int32_t id = a.block_table[req * a.block_table_stride + i];
-      if (id < 0 || id >= num_blocks) return true;
+      if (id < 0 || id >= a.cache.num_blocks) return false;
     }
   }
-  return false;
+  return true;
 }
 
-}  // namespace
+void attend(const Attention& a) {
+  int64_t work = 0;
+  const std::vector<Tile> tiles = make_tiles(a, work);
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  const auto is_long = [&](const Tile& tile) { return num_partitions(a, tile) > 1; };
+  if (work >= kMinWork && num_threads() > 1 && count < 4 * num_threads() &&
+      std::any_of(tiles.begin(), tiles.end(), is_long)) {
+    run_split(a, tiles);
+    return;
+  }
+  parallel_for(count, work < kMinWork ? count + 1 : 1,
+               [&](int64_t index) { run_tile(a, tiles[static_cast<size_t>(index)]); });
+}
+
 }  // namespace vllm
 
 VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
@@ -403,28 +398,17 @@ VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
   using namespace vllm;
   for (int64_t token = 0; token < num_tokens; ++token)
     if (slot_mapping[token] >= num_blocks * block_size) return 1;
-  const int64_t width = (head_size + kLanes - 1) / kLanes * kLanes;
-  float* values = kv_cache + num_blocks * num_kv_heads * block_size * width;
+  const KVCache cache{kv_cache, num_blocks, num_kv_heads, block_size, head_size};
   const int64_t work = 8 * num_kv_heads * head_size;
   parallel_for(num_tokens, grain_for(work, 65536), [&](int64_t token) {
-    const int64_t slot = slot_mapping[token];
-    if (slot < 0) return;
-    const int64_t offset = slot % block_size;
-    for (int64_t head = 0; head < num_kv_heads; ++head) {
-      const int64_t block = (slot / block_size * num_kv_heads + head) * block_size * width;
-      const float* k = key + token * key_stride + head * head_size;
-      for (int64_t d = 0; d < head_size; ++d)
-        kv_cache[block + d * block_size + offset] = k[d];
-      std::memcpy(values + block + offset * width,
-                  value + token * value_stride + head * head_size,
-                  static_cast<size_t>(head_size) * sizeof(float));
-    }
+    cache.write(slot_mapping[token], key + token * key_stride,
+                value + token * value_stride);
   });
   return 0;
 }
 
 VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
-                                      const float* kv_cache, const int32_t* block_table,
+                                      float* kv_cache, const int32_t* block_table,
                                       int64_t block_table_stride,
                                       const int32_t* query_start_loc,
                                       const int32_t* seq_lens, float* out,
@@ -435,24 +419,22 @@ VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
                                       int64_t max_blocks, float scale,
                                       int64_t is_causal) {
   using namespace vllm;
-  Attention a{query,      query_stride,       kv_cache,        nullptr,
-              block_table, block_table_stride, query_start_loc, seq_lens,
-              out,         out_stride,         num_reqs,        num_heads,
-              num_kv_heads, head_size,         block_size,      scale,
-              is_causal != 0};
-  a.values = kv_cache + num_blocks * a.num_kv_heads * a.block_floats();
-  if (query_start_loc[0] < 0 || query_start_loc[num_reqs] > num_tokens) return 1;
-  if (has_bad_block(a, num_blocks, max_blocks)) return 1;
-  int64_t work = 0;
-  const std::vector<Tile> tiles = make_tiles(a, work);
-  const int64_t count = static_cast<int64_t>(tiles.size());
-  const auto is_long = [&](const Tile& tile) { return num_partitions(a, tile) > 1; };
-  if (work >= kMinWork && num_threads() > 1 && count < 4 * num_threads() &&
-      std::any_of(tiles.begin(), tiles.end(), is_long)) {
-    run_split(a, tiles);
-    return 0;
-  }
-  parallel_for(count, work < kMinWork ? count + 1 : 1,
-               [&](int64_t index) { run_tile(a, tiles[static_cast<size_t>(index)]); });
+  const Attention a{query,
+                    query_stride,
+                    {kv_cache, num_blocks, num_kv_heads, block_size, head_size},
+                    block_table,
+                    block_table_stride,
+                    max_blocks,
+                    query_start_loc,
+                    seq_lens,
+                    out,
+                    out_stride,
+                    num_tokens,
+                    num_reqs,
+                    num_heads,
+                    scale,
+                    is_causal != 0};
+  if (!has_valid_indices(a)) return 1;
+  attend(a);
   return 0;
 }

@@ -2,9 +2,9 @@
 //
 // Packed weight: columns in panels of 16, a panel being [K][16], zero past N. A thread
 // takes a block of rows that stays in its level 2 cache and a pair of panels.
-#include "api.h"
 #include "pages.h"
 #include "parallel.h"
+#include "products.h"
 #include "tile.h"
 
 namespace vllm {
@@ -15,6 +15,8 @@ constexpr int64_t kPairWidth = 2 * kLanes;
 constexpr int64_t kRowBlockBytes = 256 * 1024;
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kMinWork = 32768;
+// The same in elements of rows that are made.
+constexpr int64_t kMinElements = 4096;
 // Rows of a panel that are fetched ahead of the loads; hides the latency of memory at one row.
 constexpr int64_t kPrefetchRows = 24;
 
@@ -23,7 +25,7 @@ struct Linear {
   int64_t x_stride;
   const float* packed;
   const float* bias;
-  float* out;
+  Output out;
   int64_t num_rows, num_columns, size;
 };
 
@@ -66,10 +68,7 @@ struct PackedRows {
 };
 
 void write_sums(const Linear& l, int64_t row, int64_t column, Vec sums) {
-  if (column >= l.num_columns) return;
-  if (l.bias != nullptr)
-    sums = sums + load_at(l.bias, column, l.num_columns, 0.0f);
-  store_at(l.out + row * l.num_columns, sums, column, l.num_columns);
+  if (column < l.num_columns) l.out.write(row, column, sums, l.bias, l.num_columns);
 }
 
 template <int ROWS, int GROUPS>
@@ -155,7 +154,25 @@ void multiply(const Linear& l) {
   parallel_for(count, work < kMinWork ? count : 1, item);
 }
 
+// Rows that are not plain, made.
+const float* make_rows(const Rows& rows) {
+  // The caller's: the helpers read it, and are done when the call returns.
+  thread_local Scratch memory;
+  float* made = memory.floats(static_cast<size_t>(rows.num_rows * rows.size));
+  parallel_for(rows.num_rows, grain_for(rows.size, kMinElements),
+               [&](int64_t row) { rows.read(row, made + row * rows.size); });
+  return made;
+}
+
 }  // namespace
+
+void multiply_dense(const Rows& rows, const VllmWeight& weight, const Output& out) {
+  const bool is_plain = rows.kind == Rows::Kind::kPlain;
+  multiply({is_plain ? rows.x : make_rows(rows), is_plain ? rows.stride : rows.size,
+            static_cast<const float*>(weight.packed), weight.bias, out, rows.num_rows,
+            weight.num_columns, rows.size});
+}
+
 }  // namespace vllm
 
 VLLM_API int64_t vllm_packed_size(int64_t num_columns, int64_t size) {
@@ -180,5 +197,6 @@ VLLM_API void vllm_pack_weight(const float* weight, int64_t stride, int64_t num_
 VLLM_API void vllm_packed_linear(const float* x, int64_t x_stride, const float* packed,
                                  const float* bias, float* out, int64_t num_rows,
                                  int64_t num_columns, int64_t size) {
-  vllm::multiply({x, x_stride, packed, bias, out, num_rows, num_columns, size});
+  vllm::multiply_dense({x, x_stride, num_rows, size},
+                       {kVllmFloat32, packed, bias, num_columns}, {out, num_columns});
 }

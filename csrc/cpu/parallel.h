@@ -36,6 +36,19 @@ inline void pause_briefly() {
 #endif
 }
 
+// For waits that are over soon, unless the system has put the other thread aside.
+template <typename Condition>
+inline void spin_until(const Condition& is_over) {
+  constexpr int kSpinsBeforeYield = 1000;
+  for (int spins = 0; !is_over(); ++spins) {
+    if (spins < kSpinsBeforeYield) {
+      pause_briefly();
+    } else {
+      sched_yield();
+    }
+  }
+}
+
 // One job at a time. Whoever is awake claims pieces of it; the caller works too, and in
 // the end waits only for pieces that somebody has claimed. A helper that is asleep, put
 // aside by the system or lost in a fork is never waited for.
@@ -74,20 +87,13 @@ class Pool {
     if (num_asleep_.load(std::memory_order_seq_cst) > 0) claims_.notify_all();
     while (claim_and_run()) {
     }
-    for (int spins = 0; num_done_.load(std::memory_order_acquire) < count; ++spins) {
-      if (spins < kSpinsBeforeYield) {
-        pause_briefly();
-      } else {
-        sched_yield();
-      }
-    }
+    spin_until([&] { return num_done_.load(std::memory_order_acquire) == count; });
     is_busy_.clear(std::memory_order_release);
   }
 
  private:
   // In the place of the pieces claimed: more than any job has.
   static constexpr uint64_t kClosed = 0xFFFFFFFFu;
-  static constexpr int kSpinsBeforeYield = 1000;
   // Longer than the gaps between the operators of a layer, shorter than a step.
   static constexpr std::chrono::microseconds kSpinTime{100};
 
@@ -145,7 +151,8 @@ class Pool {
 };
 
 // Calls body(item) for every item in [0, count), `grain` neighbours to one thread at a
-// time. What an item computes must not depend on the thread that gets it.
+// time, handed out in order. What an item computes must not depend on the thread that
+// gets it.
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   const int64_t num_grains = (count + grain - 1) / grain;
@@ -166,6 +173,19 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
       },
       &run_grain);
 }
+
+// Items of a parallel_for that later items of the same one need. They have been handed
+// out before, so whoever waits for them waits for threads that are at work.
+class Countdown {
+ public:
+  explicit Countdown(int64_t num_items) : num_left_(num_items) {}
+
+  void finish_item() { num_left_.fetch_sub(1, std::memory_order_release); }
+  bool is_over() const { return num_left_.load(std::memory_order_acquire) == 0; }
+
+ private:
+  std::atomic<int64_t> num_left_;
+};
 
 // The grain at which one hand-out is worth at least `minimum` units of work.
 inline int64_t grain_for(int64_t work_per_item, int64_t minimum) {

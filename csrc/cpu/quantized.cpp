@@ -6,8 +6,8 @@
 // result depend on its own row and column only.
 #include "quantized.h"
 
-#include "api.h"
 #include "parallel.h"
+#include "products.h"
 #include "tile.h"
 
 namespace vllm {
@@ -15,12 +15,14 @@ namespace {
 
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kMinWork = 131072;
-// Elements below which a second thread costs more than it brings.
-constexpr int64_t kMinElements = 16384;
+// Elements of rows that are quantized as one piece of work.
+constexpr int64_t kPieceElements = 2048;
 // Share of the level 2 cache that a block of quantized rows may fill.
 constexpr int64_t kRowBlockBytes = 256 * 1024;
-// Hides the latency of memory where a weight is read for few rows.
+// Hides the latency of memory.
 constexpr int64_t kPrefetchBytes = 2048;
+// What a thread fetches while others quantize the rows that it waits for.
+constexpr int64_t kAheadBytes = 8192;
 
 // A block's record in a tile of rows.
 template <int ROWS>
@@ -37,11 +39,10 @@ struct TileBlock {
 constexpr int64_t kRowBlock = sizeof(TileBlock<1>);
 
 struct Product {
-  const float* x;
-  int64_t x_stride;
+  const Rows& rows;
   const uint8_t* packed;
   const float* bias;
-  float* out;
+  Output out;
   int64_t num_rows, num_columns, size;
 
   int64_t blocks() const { return num_blocks(size); }
@@ -108,16 +109,19 @@ void quantize_row(const float* x, int64_t size, const QuantizedRow<F>& out) {
   }
 }
 
+// Rows [first_row, end_row).
 template <Format F>
-void quantize_rows(const Product& p, uint8_t* tiles) {
+void quantize_rows(const Product& p, int64_t first_row, int64_t end_row, uint8_t* tiles) {
+  thread_local Scratch memory;
+  float* buffer = memory.floats(static_cast<size_t>(p.size));
   const int64_t tile_rows = p.tile_rows();
-  parallel_for(p.num_rows, grain_for(p.size, kMinElements), [&](int64_t row) {
+  for (int64_t row = first_row; row < end_row; ++row) {
     const int64_t first = row / tile_rows * tile_rows;
     const int64_t left = p.num_rows - first;
     const int64_t count = left < tile_rows ? left : tile_rows;
-    quantize_row<F>(p.x + row * p.x_stride, p.size,
+    quantize_row<F>(p.rows.read(row, buffer), p.size,
                     {p.tile(tiles, first), row - first, count});
-  });
+  }
 }
 
 inline int32_t four_values(const int8_t* values) {
@@ -173,21 +177,12 @@ inline __attribute__((always_inline)) void multiply_block(const uint8_t* record,
   for (int i = 0; i < ROWS; ++i) out[i] = total<1>(sums[i]);
 }
 
-void write_sums(const Product& p, int64_t row, int64_t column, Vec sums) {
-  if (p.bias != nullptr) sums = sums + load_at(p.bias, column, p.num_columns, 0.0f);
-  store_at(p.out + row * p.num_columns, sums, column, p.num_columns);
-}
-
 inline const uint16_t* halves_of(const uint8_t* record, Format format) {
   return reinterpret_cast<const uint16_t*>(record + value_bytes(format));
 }
 
-template <Format F, int ROWS>
-inline void prefetch_record(const uint8_t* record) {
-  if constexpr (ROWS <= 4) {
-    for (int64_t line = 0; line < record_bytes(F); line += 64)
-      __builtin_prefetch(record + kPrefetchBytes + line);
-  }
+inline void prefetch(const uint8_t* data, int64_t num_bytes) {
+  for (int64_t line = 0; line < num_bytes; line += 64) __builtin_prefetch(data + line);
 }
 
 template <Format F, int ROWS>
@@ -198,7 +193,7 @@ void multiply_tile(const Product& p, const uint8_t* tile, int64_t first_row,
   Vec acc[ROWS];
   for (int i = 0; i < ROWS; ++i) acc[i] = broadcast(0.0f);
   for (int64_t block = 0; block < p.blocks(); ++block, ++x, record += record_bytes(F)) {
-    prefetch_record<F, ROWS>(record);
+    prefetch(record + kPrefetchBytes, record_bytes(F));
     IntVec sums[ROWS];
     multiply_block<F>(record, *x, sums);
     const Vec scale = load_half(halves_of(record, F));
@@ -211,7 +206,8 @@ void multiply_tile(const Product& p, const uint8_t* tile, int64_t first_row,
       for (int i = 0; i < ROWS; ++i) acc[i] = fma(minimum, broadcast(x->sum[i]), acc[i]);
     }
   }
-  for (int i = 0; i < ROWS; ++i) write_sums(p, first_row + i, panel * kLanes, acc[i]);
+  for (int i = 0; i < ROWS; ++i)
+    p.out.write(first_row + i, panel * kLanes, acc[i], p.bias, p.num_columns);
 }
 
 // One scale a row and column: the whole sum is an integer.
@@ -224,7 +220,7 @@ void multiply_int8_tile(const Product& p, const uint8_t* tile, int64_t first_row
   IntVec acc[ROWS];
   for (int i = 0; i < ROWS; ++i) acc[i] = broadcast_int(0);
   for (int64_t block = 0; block < p.blocks(); ++block, ++x, record += record_bytes(F)) {
-    prefetch_record<F, ROWS>(record);
+    prefetch(record + kPrefetchBytes, record_bytes(F));
     IntVec sums[ROWS];
     multiply_block<F>(record, *x, sums);
     for (int i = 0; i < ROWS; ++i)
@@ -234,7 +230,8 @@ void multiply_int8_tile(const Product& p, const uint8_t* tile, int64_t first_row
   const Vec scale = load(reinterpret_cast<const float*>(record));
   for (int i = 0; i < ROWS; ++i) {
     const Vec both = scale * broadcast(first->scale[i]);
-    write_sums(p, first_row + i, panel * kLanes, to_float(acc[i]) * both);
+    p.out.write(first_row + i, panel * kLanes, to_float(acc[i]) * both, p.bias,
+                p.num_columns);
   }
 }
 
@@ -261,11 +258,10 @@ void multiply_part(const Product& p, uint8_t* tiles, int64_t first_row, int64_t 
 template <Format F>
 void multiply(const Product& p) {
   if (p.num_rows == 0 || p.num_columns == 0) return;
-  // The caller's: the helpers read it, and are done when the call returns.
+  // The caller's: the helpers use it, and are done when the call returns.
   thread_local Scratch memory;
   auto* tiles = static_cast<uint8_t*>(
       memory.get(static_cast<size_t>(p.num_rows * p.blocks() * kRowBlock)));
-  quantize_rows<F>(p, tiles);
 
   const int64_t tile_rows = p.tile_rows();
   const int64_t fitting = kRowBlockBytes / (p.blocks() * kRowBlock * tile_rows);
@@ -277,27 +273,44 @@ void multiply(const Product& p) {
   if (chunks > p.panels()) chunks = p.panels();
   const int64_t per_chunk = (p.panels() + chunks - 1) / chunks;
   chunks = (p.panels() + per_chunk - 1) / per_chunk;
-  const int64_t count = num_row_parts * chunks;
+
+  const int64_t rows_at_once = grain_for(p.size, kPieceElements);
+  const int64_t num_quantizing = (p.num_rows + rows_at_once - 1) / rows_at_once;
+  const int64_t count = num_quantizing + num_row_parts * chunks;
   const int64_t work = p.num_rows * p.num_columns * p.size;
+  Countdown unquantized(num_quantizing);
   parallel_for(count, work < kMinWork ? count : 1, [&](int64_t task) {
-    const int64_t first_row = task / chunks * rows;
+    if (task < num_quantizing) {
+      const int64_t start = task * rows_at_once;
+      const int64_t end = start + rows_at_once;
+      quantize_rows<F>(p, start, end < p.num_rows ? end : p.num_rows, tiles);
+      return unquantized.finish_item();
+    }
+    const int64_t part = task - num_quantizing;
+    const int64_t first_row = part / chunks * rows;
     const int64_t end_row =
         first_row + rows < p.num_rows ? first_row + rows : p.num_rows;
-    const int64_t first = task % chunks * per_chunk;
+    const int64_t first = part % chunks * per_chunk;
     const int64_t last = first + per_chunk < p.panels() ? first + per_chunk : p.panels();
+    if (!unquantized.is_over()) {
+      prefetch(p.packed + first * panel_bytes(F, p.size), kAheadBytes);
+      spin_until([&] { return unquantized.is_over(); });
+    }
     multiply_part<F>(p, tiles, first_row, end_row, first, last);
   });
 }
 
 }  // namespace
-}  // namespace vllm
 
-VLLM_API void vllm_quantized_linear(const float* x, int64_t x_stride, const uint8_t* packed,
-                                    int64_t format, const float* bias, float* out,
-                                    int64_t num_rows, int64_t num_columns, int64_t size) {
-  using namespace vllm;
-  const Product p{x, x_stride, packed, bias, out, num_rows, num_columns, size};
-  switch (static_cast<Format>(format)) {
+void multiply_quantized(const Rows& rows, const VllmWeight& weight, const Output& out) {
+  const Product p{rows,
+                  static_cast<const uint8_t*>(weight.packed),
+                  weight.bias,
+                  out,
+                  rows.num_rows,
+                  weight.num_columns,
+                  rows.size};
+  switch (static_cast<Format>(weight.format)) {
     case Format::kQ4_0:
       return multiply<Format::kQ4_0>(p);
     case Format::kQ4_1:
@@ -307,4 +320,13 @@ VLLM_API void vllm_quantized_linear(const float* x, int64_t x_stride, const uint
     case Format::kInt8:
       return multiply<Format::kInt8>(p);
   }
+}
+
+}  // namespace vllm
+
+VLLM_API void vllm_quantized_linear(const float* x, int64_t x_stride, const uint8_t* packed,
+                                    int64_t format, const float* bias, float* out,
+                                    int64_t num_rows, int64_t num_columns, int64_t size) {
+  vllm::multiply_quantized({x, x_stride, num_rows, size},
+                           {format, packed, bias, num_columns}, {out, num_columns});
 }

@@ -3,11 +3,16 @@ import torch
 
 from tests.model_executor.harness import Session, load, make_config
 from tests.model_executor.hf_reference import tiny_model
+from vllm._custom_ops import has_cpu_ops
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.interfaces import CausalLM, SupportsTaps
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+needs_cpu_ops = pytest.mark.skipif(
+    not has_cpu_ops(), reason="the compiled operators are not built"
+)
 TOKENS = [1, 17, 5, 90, 33, 8]
 
 
@@ -82,6 +87,38 @@ def test_taps_do_not_change_the_hidden_states(model):
     assert torch.equal(hidden_states, plain)
     model.set_aux_hidden_state_layers(())
     assert torch.equal(Session(model).forward(TOKENS), plain)
+
+
+@needs_cpu_ops
+def test_layers_give_the_same_bits_in_one_operation_and_one_by_one(
+    checkpoint, monkeypatch
+):
+    model = load(checkpoint[0])
+    model.set_aux_hidden_state_layers((1, 3))
+    hidden_states, taps = Session(model).forward(TOKENS)
+    monkeypatch.setattr(CPUAttentionBackend, "maybe_fuse_layers", lambda _: None)
+    model = load(checkpoint[0])
+    model.set_aux_hidden_state_layers((1, 3))
+    expected, expected_taps = Session(model).forward(TOKENS)
+    assert torch.equal(hidden_states, expected)
+    assert all(map(torch.equal, taps, expected_taps))
+
+
+@needs_cpu_ops
+def test_layers_between_taps_are_one_operation(checkpoint, monkeypatch):
+    fuse, indices = CPUAttentionBackend.maybe_fuse_layers, []
+
+    def record(layers):
+        run = fuse(layers)
+        return lambda which, *args: (indices.append(which), run(which, *args))
+
+    monkeypatch.setattr(CPUAttentionBackend, "maybe_fuse_layers", record)
+    model = load(checkpoint[0])
+    Session(model).forward(TOKENS)
+    assert indices == [range(3)]
+    model.set_aux_hidden_state_layers((3, 0, 2))
+    Session(model).forward(TOKENS)
+    assert indices[1:] == [range(0), range(2), range(2, 3), range(3, 3)]
 
 
 @pytest.mark.parametrize("layer_ids", [(4,), (-1,), (1, 1)])

@@ -1,9 +1,14 @@
 """The decoder that the dense families share: pre-norm blocks on a residual stream."""
 
+from collections.abc import Iterable
+from functools import cached_property
+
 import torch
 from torch import nn
 
+from vllm._cpu_ops_decoder import DecoderLayerWeights
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.embedding import VocabEmbedding
 from vllm.model_executor.layers.layer import Layer
@@ -12,7 +17,7 @@ from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.transformers_utils.config import HfConfig
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backend import AttentionBackend, LayersRunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
@@ -100,30 +105,105 @@ class DecoderLayer(Layer):
         )
         self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, dtype)
 
-    def forward(
-        self,
-        positions: torch.Tensor,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor, stream: torch.Tensor) -> None:
         """Run the layer.
 
         Args:
             positions: [T] int64.
-            x: [T, hidden_size], what the layer before adds to the residual stream.
-            residual: [T, hidden_size], changed in place; None in the first layer, where
-                x is the stream itself.
+            stream: [T, hidden_size], the residual stream, changed in place.
+        """
+        stream += self.self_attn(positions, self.input_layernorm(stream))
+        stream += self.mlp(self.post_attention_layernorm(stream))
+
+    def compiled_weights(self) -> DecoderLayerWeights | None:
+        """Return the layer as the compiled operators read it; None if others do."""
+        attention, attn, mlp = self.self_attn, self.self_attn.attn, self.mlp
+        qkv = attention.qkv_proj.compiled_weights()
+        o = attention.o_proj.compiled_weights()
+        gate_up = mlp.gate_up_proj.compiled_weights()
+        down = mlp.down_proj.compiled_weights()
+        if qkv is None or o is None or gate_up is None or down is None:
+            return None
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        return DecoderLayerWeights(
+            input_norm=self.input_layernorm.weight,
+            post_norm=self.post_attention_layernorm.weight,
+            eps=self.input_layernorm.eps,
+            qkv=qkv,
+            o=o,
+            gate_up=gate_up,
+            down=down,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            cos_sin_cache=attention.rotary.cos_sin_cache,
+            num_heads=attn.num_heads,
+            num_kv_heads=attn.num_kv_heads,
+            head_size=attn.head_size,
+            scale=attn.scale,
+        )
+
+
+class DecoderLayers(nn.ModuleList):
+    """Neighbouring layers, in one operation where the backend has it.
+
+    Args:
+        layers: of one shape.
+    """
+
+    def __init__(self, layers: Iterable[DecoderLayer]) -> None:
+        super().__init__(layers)
+        self.cache_names = tuple(
+            module.layer_name
+            for module in self.modules()
+            if isinstance(module, Attention)
+        )
+
+    def run(
+        self,
+        positions: torch.Tensor,
+        stream: torch.Tensor,
+        tap_layer_ids: tuple[int, ...] = (),
+    ) -> list[torch.Tensor]:
+        """Run all layers.
+
+        Args:
+            positions: [T] int64.
+            stream: [T, hidden_size], the residual stream, changed in place.
+            tap_layer_ids: i is the stream that enters layer i; the number of layers is
+                the stream in the end.
 
         Returns:
-            What this layer adds to the stream, and the stream without it.
+            The tapped streams, in the order of their ids.
         """
-        if residual is None:
-            residual, x = x, self.input_layernorm(x)
-        else:
-            self.input_layernorm.forward_with_residual(x, residual)
-        x = self.self_attn(positions, x)
-        self.post_attention_layernorm.forward_with_residual(x, residual)
-        return self.mlp(x), residual
+        taps: dict[int, torch.Tensor] = {}
+        first = 0
+        for layer_idx in sorted(tap_layer_ids):
+            self._run(range(first, layer_idx), positions, stream)
+            # The stream changes in place.
+            taps[layer_idx] = stream.clone()
+            first = layer_idx
+        self._run(range(first, len(self)), positions, stream)
+        return [taps[layer_idx] for layer_idx in tap_layer_ids]
+
+    def _run(
+        self, indices: range, positions: torch.Tensor, stream: torch.Tensor
+    ) -> None:
+        context = get_forward_context()
+        if context.attn_metadata is None or self._fused is None:
+            for layer_idx in indices:
+                self[layer_idx](positions, stream)
+            return
+        kv_caches = [context.kv_caches[name] for name in self.cache_names]
+        self._fused(indices, stream, positions, kv_caches, context.attn_metadata)
+
+    @cached_property
+    def _fused(self) -> LayersRunner | None:
+        """The layers as one operation; asked for when the weights are laid out."""
+        weights = [layer.compiled_weights() for layer in self]
+        if any(weight is None for weight in weights):
+            return None
+        backend: type[AttentionBackend] = self[0].self_attn.attn.backend
+        return backend.maybe_fuse_layers([w for w in weights if w is not None])
 
 
 class DenseDecoder(Layer):
@@ -143,7 +223,7 @@ class DenseDecoder(Layer):
             config.vocab_size, config.hidden_size, "embed_tokens", dtype
         )
         rotary = RotaryEmbedding(config, num_positions)
-        self.layers = nn.ModuleList(
+        self.layers = DecoderLayers(
             DecoderLayer(
                 config,
                 f"model.layers.{layer_idx}",
@@ -161,19 +241,10 @@ class DenseDecoder(Layer):
         self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Return hidden states [T, hidden_size] after the final norm, and the taps."""
-        x, residual = self.embed_tokens(input_ids), None
-        taps = {}
-        for layer_idx, layer in enumerate(self.layers):
-            if layer_idx in self.tap_layer_ids:
-                taps[layer_idx] = _stream(x, residual)
-            x, residual = layer(positions, x, residual)
-        if len(self.layers) in self.tap_layer_ids:
-            taps[len(self.layers)] = _stream(x, residual)
-        assert residual is not None, "a decoder has at least one layer"
-        self.norm.forward_with_residual(x, residual)
-        if not self.tap_layer_ids:
-            return x
-        return x, [taps[layer_idx] for layer_idx in self.tap_layer_ids]
+        stream = self.embed_tokens(input_ids)
+        taps = self.layers.run(positions, stream, self.tap_layer_ids)
+        hidden_states = self.norm(stream)
+        return (hidden_states, taps) if self.tap_layer_ids else hidden_states
 
 
 class DenseCausalLM(Layer):
@@ -262,8 +333,3 @@ class DenseCausalLM(Layer):
             for module in self.modules()
             if isinstance(module, Attention)
         }
-
-
-def _stream(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the residual stream in a tensor of its own: both parts change in place."""
-    return x.clone() if residual is None else x + residual

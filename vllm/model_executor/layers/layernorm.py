@@ -32,12 +32,3 @@ class RMSNorm(Layer):
     def forward_in_place(self, x: torch.Tensor) -> None:
         """Normalise x [T, num_heads, size], rows possibly strided, where it lies."""
         ops.rms_norm(x, self.weight, self.eps, out=x)
-
-    def forward_with_residual(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add x to the residual stream and normalise the sum into x, both in place.
-
-        Args:
-            x: [T, size], the last block's output; becomes the next block's input.
-            residual: [T, size].
-        """
-        ops.fused_add_rms_norm(x, residual, self.weight, self.eps)

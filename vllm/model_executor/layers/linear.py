@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from vllm._cpu_ops_decoder import LinearWeights
 from vllm.model_executor.layers.embedding import VocabEmbedding
 from vllm.model_executor.layers.layer import Layer, empty_weight
 from vllm.model_executor.layers.quantization.methods import (
@@ -105,6 +106,14 @@ class Linear(Layer):
         """Return the weight [out_features, in_features], whatever its layout."""
         assert self._packed is not None, "weights are laid out"
         return self._packed.unpack()
+
+    def compiled_weights(self) -> LinearWeights | None:
+        """Return the weights as the compiled operators read them; None if others do."""
+        assert self._packed is not None, "weights are laid out"
+        parts = self._packed.compiled_parts()
+        if parts is None:
+            return None
+        return LinearWeights(parts, self.in_features, self.bias)
 
     def _pack(self, method: QuantizationMethod) -> PackedWeight:
         assert self.weight is not None, "weights are laid out once"

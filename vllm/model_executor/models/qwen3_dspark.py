@@ -4,12 +4,15 @@ Source: "DSpark", arXiv:2607.05147. The target's states enter as keys and values
 """
 
 import torch
-from torch import nn
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.context_kv import ContextKV
-from vllm.model_executor.layers.dense_decoder import DecoderLayer, SelfAttention
+from vllm.model_executor.layers.dense_decoder import (
+    DecoderLayer,
+    DecoderLayers,
+    SelfAttention,
+)
 from vllm.model_executor.layers.draft_vocab import DraftVocab
 from vllm.model_executor.layers.dspark_heads import ConfidenceHead, MarkovHead
 from vllm.model_executor.layers.embedding import VocabEmbedding
@@ -68,7 +71,7 @@ class DSparkModel(Layer):
         self.hidden_norm = RMSNorm(size, eps, "hidden_norm", dtype)
         rotary = RotaryEmbedding(backbone, num_positions)
         # Named apart from the target's layers: the caches stand side by side.
-        self.layers = nn.ModuleList(
+        self.layers = DecoderLayers(
             DecoderLayer(
                 backbone,
                 f"draft.layers.{layer_idx}",
@@ -172,11 +175,9 @@ class DSparkModel(Layer):
             "blocks are run at the size they were trained at: verify less instead"
         )
         assert self.embed_tokens is not None, "weights are loaded"
-        x, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
-            x, residual = layer(positions, x, residual)
-        assert residual is not None, "a drafter has at least one layer"
-        self.norm.forward_with_residual(x, residual)
+        stream = self.embed_tokens(input_ids)
+        self.layers.run(positions, stream)
+        x = self.norm(stream)
         # Without drafts from the anchor's slot, its state predicts nothing.
         first = block_size - self.config.num_draft_tokens
         return x.view(-1, block_size, x.shape[-1])[:, first:]

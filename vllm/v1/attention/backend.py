@@ -1,9 +1,13 @@
 """What every attention backend offers."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+from vllm._cpu_ops_decoder import DecoderLayerWeights
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,28 @@ class AttentionMetadata:
     def num_reqs(self) -> int:
         """Requests in the step."""
         return self.seq_lens.shape[0]
+
+
+class LayersRunner(Protocol):
+    """Decoder layers as one operation."""
+
+    def __call__(
+        self,
+        indices: range,
+        stream: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Run neighbouring layers.
+
+        Args:
+            indices: of the layers, ascending.
+            stream: [T, hidden_size], the residual stream, changed in place.
+            positions: [T] int64.
+            kv_caches: of all layers.
+            metadata: of the step.
+        """
 
 
 class AttentionBackend(ABC):
@@ -85,3 +111,14 @@ class AttentionBackend(ABC):
             query: [num_tokens, num_heads, head_size].
             out: of the query's shape and dtype.
         """
+
+    @staticmethod
+    def maybe_fuse_layers(
+        layers: Sequence[DecoderLayerWeights],
+    ) -> LayersRunner | None:
+        """Return whole decoder layers as one operation, if the backend has one.
+
+        Args:
+            layers: in their order.
+        """
+        return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm import _custom_ops as ops
+from vllm._cpu_ops_decoder import WeightPart
 
 # Rows of the unit matrix at once, which bounds the products that they give.
 _NUM_UNITS_AT_ONCE = 64
@@ -40,6 +41,10 @@ class PackedWeight(ABC):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [n, size], the rows of ids [n] int64."""
 
+    @abstractmethod
+    def compiled_parts(self) -> tuple[WeightPart, ...] | None:
+        """Return what the compiled operators read; None if others do."""
+
     def unpack(self) -> torch.Tensor:
         """Return [num_rows, size]."""
         return self.rows(torch.arange(self.num_rows))
@@ -72,6 +77,10 @@ class DenseWeight(PackedWeight):
             for part in units.split(_NUM_UNITS_AT_ONCE)
         ]
         return torch.cat(columns).T.contiguous()
+
+    def compiled_parts(self) -> tuple[WeightPart, ...] | None:
+        """Return one part."""
+        return _one_part(self._packed, "float32", self.num_rows)
 
 
 class QuantizedWeight(PackedWeight):
@@ -112,6 +121,10 @@ class QuantizedWeight(PackedWeight):
             self._packed, self._quant_type, self.num_rows, self.size, ids
         )
 
+    def compiled_parts(self) -> tuple[WeightPart, ...] | None:
+        """Return one part."""
+        return _one_part(self._packed, self._quant_type, self.num_rows)
+
 
 class StackedWeight(PackedWeight):
     """Weights of different kinds, one above the other.
@@ -134,9 +147,24 @@ class StackedWeight(PackedWeight):
         """Return [n, size]."""
         return self.unpack()[ids]
 
+    def compiled_parts(self) -> tuple[WeightPart, ...] | None:
+        """Return the parts' parts."""
+        parts = [part.compiled_parts() for part in self._parts]
+        if any(part is None for part in parts):
+            return None
+        return tuple(inner for part in parts for inner in part or ())
+
     def unpack(self) -> torch.Tensor:
         """Return [num_rows, size]."""
         return torch.cat([part.unpack() for part in self._parts])
+
+
+def _one_part(
+    packed: torch.Tensor, quant_type: str, num_rows: int
+) -> tuple[WeightPart, ...] | None:
+    # The twins' layouts are two-dimensional.
+    is_compiled = packed.dim() == 1
+    return (WeightPart(packed, quant_type, num_rows),) if is_compiled else None
 
 
 def stack_blocks(shards: Sequence[Blocks]) -> PackedWeight:

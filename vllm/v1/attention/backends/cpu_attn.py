@@ -3,11 +3,18 @@
 A query token's result has the same bits whatever chunk or batch it is computed in.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm import _custom_ops as ops
+from vllm._cpu_ops_decoder import DecoderLayerWeights
 from vllm.exceptions import UnsupportedError
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    LayersRunner,
+)
 
 
 class CPUAttentionBackend(AttentionBackend):
@@ -51,3 +58,32 @@ class CPUAttentionBackend(AttentionBackend):
             out,
             metadata.is_causal,
         )
+
+    @staticmethod
+    def maybe_fuse_layers(
+        layers: Sequence[DecoderLayerWeights],
+    ) -> LayersRunner | None:
+        fused = ops.fuse_decoder_layers(layers)
+        if fused is None:
+            return None
+
+        def run(
+            indices: range,
+            stream: torch.Tensor,
+            positions: torch.Tensor,
+            kv_caches: Sequence[torch.Tensor],
+            metadata: AttentionMetadata,
+        ) -> None:
+            fused.run(
+                indices,
+                stream,
+                positions,
+                kv_caches,
+                metadata.slot_mapping,
+                metadata.block_table,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.is_causal,
+            )
+
+        return run
