@@ -60,13 +60,22 @@ class AdaptiveBudget(BudgetPolicy):
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._switch = DraftingSwitch()
+        # Of the last step that was weighed.
+        self._num_reqs = 0
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
     ) -> BudgetChoice:
         """Weigh every number of drafts, and drafting itself."""
-        past = history.get_past_confidences(step.idx_mapping_np)
         num_reqs = step.num_sampling_reqs
+        is_same = step.num_drafts == 0 and num_reqs == self._num_reqs
+        if is_same and self._switch.pass_over():
+            tokens_ms = self._costs.step_cost_without_drafting(
+                step.num_non_draft_tokens
+            )
+            return BudgetChoice(0, drafts_next=False, predicted_ms=tokens_ms)
+        self._num_reqs = num_reqs
+        past = history.get_past_confidences(step.idx_mapping_np)
         gains = expected_gains(past, step.num_drafts_np)
         costs_ms = self._costs.step_costs(
             num_reqs, step.num_non_draft_tokens, step.num_drafts

@@ -103,7 +103,7 @@ class Speculator(ABC):
 
         Args:
             batch: of the step.
-            taps: as for `propose`.
+            taps: as for `propose`; they may be kept for a later step.
         """
 
     def observe_acceptance(
