@@ -298,8 +298,8 @@ class DSparkSpeculator(Speculator):
         base = base.view(num_drafts, num_rows, -1)
         draws = self._sampler.begin(idx_mapping, anchor, is_all_greedy)
         if draws is None and model.can_walk:
-            drafts, embedded = model.walk(base, anchor_ids)
-            scores = model.compute_confidence(hidden, embedded)
+            drafts, walked = model.walk(base, anchor_ids)
+            scores = model.compute_confidence(hidden, walked)
             assert scores is not None, "it has the head for them"
             return drafts, scores
         state = model.initial_markov_state(num_rows, hidden)
