@@ -149,3 +149,21 @@ def test_costs_are_told_what_steps_took():
     costs = Learning()
     AdaptiveBudget(costs).observe_step(StepTiming(3, 17, False, 4.5))
     assert costs.seen == (3, 17, 4.5, False)
+
+
+def test_costs_are_learnt_from_steps_that_were_weighed():
+    class Counting(LinearCosts):
+        num_seen = 0
+
+        def observe(self, *args):
+            self.num_seen += 1
+
+    costs = Counting(**DEAR)
+    steps = Steps(4, 0.25)
+    steps.policy = AdaptiveBudget(costs)
+    steps.run(40)
+    costs.num_seen = 0
+    for _ in range(16):
+        steps.run()
+        steps.policy.observe_step(StepTiming(4, 4, False, 4.0))
+    assert costs.num_seen == 2

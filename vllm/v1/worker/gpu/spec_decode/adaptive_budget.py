@@ -60,8 +60,9 @@ class AdaptiveBudget(BudgetPolicy):
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._switch = DraftingSwitch()
-        # Of the last step that was weighed.
+        # Of the last step that was weighed, and whether there was another one since.
         self._num_reqs = 0
+        self._is_passed_over = False
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
@@ -69,7 +70,8 @@ class AdaptiveBudget(BudgetPolicy):
         """Weigh every number of drafts, and drafting itself."""
         num_reqs = step.num_sampling_reqs
         is_same = step.num_drafts == 0 and num_reqs == self._num_reqs
-        if is_same and self._switch.pass_over():
+        self._is_passed_over = is_same and self._switch.pass_over()
+        if self._is_passed_over:
             tokens_ms = self._costs.step_cost_without_drafting(
                 step.num_non_draft_tokens
             )
@@ -95,7 +97,9 @@ class AdaptiveBudget(BudgetPolicy):
         return BudgetChoice(draft_budget, drafts_next, predicted_ms)
 
     def observe_step(self, timing: StepTiming) -> None:
-        """Refine the costs."""
+        """Refine the costs, by the steps that were weighed."""
+        if self._is_passed_over:
+            return
         self._costs.observe(
             timing.num_draft_reqs,
             timing.num_tokens,

@@ -106,6 +106,9 @@ class Speculator(ABC):
             taps: as for `propose`; they may be kept for a later step.
         """
 
+    def catch_up(self) -> None:  # noqa: B027 - most put nothing off
+        """Do now what was put off until the next proposal."""
+
     def observe_acceptance(
         self, batch: InputBatch, sampler_output: SamplerOutput
     ) -> None:

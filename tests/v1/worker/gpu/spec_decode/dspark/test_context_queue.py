@@ -12,10 +12,13 @@ def tokens(slots: list[int], first: int) -> Context:
 
 def test_a_queue_is_full_with_its_last_token():
     queue = ContextQueue(4)
+    assert queue.is_empty
     for first, is_full in ((0, False), (2, True), (4, True)):
         queue.add(tokens([first, first + 1], first))
         assert queue.is_full == is_full
+    assert not queue.is_empty
     queue.take()
+    assert queue.is_empty
     assert not queue.is_full
 
 

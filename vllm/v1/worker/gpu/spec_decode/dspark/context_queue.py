@@ -38,6 +38,11 @@ class ContextQueue:
         self._num_tokens = 0
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take."""
+        return not self._pieces
+
+    @property
     def is_full(self) -> bool:
         """Whether it is time to take what is there."""
         return self._num_tokens >= self._max_tokens

@@ -34,9 +34,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import (
 )
 from vllm.v1.worker.gpu.states import RequestState
 
-# Of context that is not written at once while nothing is drafted. Few enough to be no
-# burden for the proposal that needs them at last.
-_MAX_QUEUED_TOKENS = 16
+# Of context that is not written at once while nothing is drafted: enough for products
+# at their best rate, and no burden for the proposal that needs them at last.
+_MAX_QUEUED_TOKENS = 64
 
 
 class DSparkSpeculator(Speculator):
@@ -147,7 +147,7 @@ class DSparkSpeculator(Speculator):
         # Before any block is run: a request may share cache blocks with another one
         # whose prompt was computed in this very step.
         self._queue_context(batch, taps)
-        self._write_queued()
+        self.catch_up()
         rows_np = find_drafting_rows(batch, self._req_states)
         if not len(rows_np):
             return None
@@ -158,7 +158,16 @@ class DSparkSpeculator(Speculator):
     def write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
         self._queue_context(batch, taps)
         if self._queue.is_full:
-            self._write_queued()
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Write the context that is queued."""
+        if self._queue.is_empty:
+            return
+        context = self._queue.take()
+        with set_forward_context(ForwardContext(None, self._kv_caches)):
+            fused = self._model.combine_hidden_states(context.taps)
+            self._model.write_context_kv(fused, context.positions, context.slot_mapping)
 
     def _queue_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
         slot_mapping = find_context_slots(
@@ -173,12 +182,6 @@ class DSparkSpeculator(Speculator):
         # A token past the drafter's context has no rotation of its own.
         positions = batch.positions.clamp(max=self._max_len - 1)
         self._queue.add(Context(taps, positions, slot_mapping))
-
-    def _write_queued(self) -> None:
-        context = self._queue.take()
-        with set_forward_context(ForwardContext(None, self._kv_caches)):
-            fused = self._model.combine_hidden_states(context.taps)
-            self._model.write_context_kv(fused, context.positions, context.slot_mapping)
 
     def _draft(
         self, batch: InputBatch, rows: torch.Tensor, is_all_greedy: bool
