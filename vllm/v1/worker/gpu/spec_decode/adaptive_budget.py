@@ -1,5 +1,6 @@
 """The budget of the shipped engine: most tokens a second, by confidences and costs."""
 
+from collections import defaultdict
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +60,11 @@ class AdaptiveBudget(BudgetPolicy):
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._switch = DraftingSwitch()
+        # By the number of requests, in doublings: what pays for one of them says
+        # nothing about eight.
+        self._switches: defaultdict[int, DraftingSwitch] = defaultdict(DraftingSwitch)
+        # Of the last step in which anything could be drafted.
+        self._switch = self._switches[0]
         # Of the last step that was weighed, and whether there was another one since.
         self._num_reqs = 0
         self._is_passed_over = False
@@ -124,4 +129,5 @@ class AdaptiveBudget(BudgetPolicy):
         costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
         best = np.max((num_reqs + gains) / costs_ms)
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
+        self._switch = self._switches[num_reqs.bit_length()]
         return self._switch.decide(float(best / alone))
