@@ -41,13 +41,17 @@ _SHORT = {
     "vllm_silu_and_mul": "pipii:",
     "vllm_rotary_embedding": "ppiipiipiiii:i",
     "vllm_reshape_and_cache": "pipippiiiii:i",
+    "vllm_context_slots": "piippppiiiip:i",
+    "vllm_lay_out_blocks": "ppiiipiiipppp:i",
 }
 _LONG = {
     "vllm_pack_weight": "piiip:",
     "vllm_packed_linear": "pipppiii:",
     "vllm_pack_blocks": "piiiip:",
     "vllm_pack_int8": "piiip:",
+    "vllm_quantized_select": "piiipip:i",
     "vllm_quantized_linear": "pipippiii:",
+    "vllm_likeliest_walk": "ppipippiiiipp:i",
     "vllm_paged_attention": "pippipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
     "vllm_philox_uniform": "piip:",
@@ -242,6 +246,69 @@ class NativeOps:
         if failed:
             raise IndexError(f"a row is not in [0, {num_columns})")
         return out
+
+    def quantized_select(
+        self,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        size: int,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        self._check_quantized(packed, quant_type, num_columns, size)
+        num_ids = ids.shape[0]
+        _check_vector(ids, num_ids, torch.int64)
+        out = self._empty_quantized(quant_type, num_ids, size)
+        failed = self._c.quantized_select(
+            packed.data_ptr(),
+            _QUANTIZED_FORMATS[quant_type],
+            num_columns,
+            size,
+            ids.data_ptr(),
+            num_ids,
+            out.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"a row is not in [0, {num_columns})")
+        return out
+
+    def likeliest_walk(
+        self,
+        logits: torch.Tensor,
+        table: torch.Tensor,
+        packed: torch.Tensor,
+        quant_type: str,
+        first_ids: torch.Tensor,
+        column_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_steps, num_rows, num_columns = logits.shape
+        num_ids, rank = table.shape
+        self._check_quantized(packed, quant_type, num_columns, rank)
+        _check_vector(logits, num_steps)
+        _check_vector(table, num_ids)
+        _check_vector(first_ids, num_rows, torch.int64)
+        if column_ids is not None:
+            _check_vector(column_ids, num_columns, torch.int64)
+        embeddings = torch.empty((num_rows, num_steps, rank))
+        out = torch.empty((num_rows, num_steps), dtype=torch.int64)
+        failed = self._c.likeliest_walk(
+            logits.data_ptr(),
+            table.data_ptr(),
+            num_ids,
+            packed.data_ptr(),
+            _QUANTIZED_FORMATS[quant_type],
+            first_ids.data_ptr(),
+            None if column_ids is None else column_ids.data_ptr(),
+            num_steps,
+            num_rows,
+            num_columns,
+            rank,
+            embeddings.data_ptr(),
+            out.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"a token is not in [0, {num_ids})")
+        return out, embeddings
 
     def _empty_quantized(
         self, quant_type: str, num_columns: int, size: int
@@ -459,6 +526,78 @@ class NativeOps:
             raise IndexError(
                 "the query or the blocks of a request are outside the arrays"
             )
+
+    def context_slots(
+        self,
+        block_rows: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        block_size: int,
+        max_len: int,
+    ) -> torch.Tensor:
+        num_rows, max_blocks = block_rows.shape
+        num_reqs, num_tokens = idx_mapping.shape[0], positions.shape[0]
+        _check_vector(block_rows, num_rows, torch.int32)
+        _check_vector(idx_mapping, num_reqs, torch.int32)
+        _check_vector(query_start_loc, num_reqs + 1, torch.int32)
+        _check_vector(positions, num_tokens, torch.int64)
+        _check_vector(num_computed_tokens, num_rows, torch.int32)
+        out = torch.empty_like(positions)
+        failed = self._c.context_slots(
+            block_rows.data_ptr(),
+            num_rows,
+            max_blocks,
+            idx_mapping.data_ptr(),
+            query_start_loc.data_ptr(),
+            positions.data_ptr(),
+            num_computed_tokens.data_ptr(),
+            num_reqs,
+            num_tokens,
+            block_size,
+            max_len,
+            out.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a request or a position has no blocks")
+        return out
+
+    def lay_out_blocks(
+        self,
+        anchor_ids: torch.Tensor,
+        anchor: torch.Tensor,
+        num_slots: int,
+        mask_token_id: int,
+        block_table: torch.Tensor,
+        block_size: int,
+        max_len: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_reqs, max_blocks = block_table.shape
+        _check_vector(anchor_ids, num_reqs, torch.int64)
+        _check_vector(anchor, num_reqs, torch.int64)
+        _check_vector(block_table, num_reqs, torch.int32)
+        outputs = torch.empty((3, num_reqs * num_slots), dtype=torch.int64)
+        input_ids, positions, slots = outputs.unbind()
+        seq_lens = torch.empty(num_reqs, dtype=torch.int32)
+        failed = self._c.lay_out_blocks(
+            anchor_ids.data_ptr(),
+            anchor.data_ptr(),
+            num_reqs,
+            num_slots,
+            mask_token_id,
+            block_table.data_ptr(),
+            max_blocks,
+            block_size,
+            max_len,
+            input_ids.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            seq_lens.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a position has no block")
+        return input_ids, positions, slots, seq_lens
 
     def philox_uniform(self, keys: torch.Tensor, num: int) -> torch.Tensor:
         _check_vector(keys, keys.shape[0], torch.int64)

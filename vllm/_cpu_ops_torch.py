@@ -94,11 +94,41 @@ def quantized_rows(
     size: int,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_columns:
-        raise IndexError(f"a row is not in [0, {num_columns})")
-    values, scales, minima = _unpack_quantized(packed[ids], quant_type)
+    selected = quantized_select(packed, quant_type, num_columns, size, ids)
+    values, scales, minima = _unpack_quantized(selected, quant_type)
     rows = values * scales[..., None] + minima[..., None]
     return rows.reshape(-1, size)
+
+
+def quantized_select(
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    size: int,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_columns:
+        raise IndexError(f"a row is not in [0, {num_columns})")
+    return packed[ids]
+
+
+def likeliest_walk(
+    logits: torch.Tensor,
+    table: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    first_ids: torch.Tensor,
+    column_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, embeddings = [first_ids], []
+    for values in logits:
+        embeddings.append(table[ids[-1]])
+        bias = quantized_linear(
+            embeddings[-1], packed, quant_type, values.shape[1], None
+        )
+        best = (values + bias).nan_to_num(-torch.inf, torch.inf).argmax(dim=-1)
+        ids.append(best if column_ids is None else column_ids[best])
+    return torch.stack(ids[1:], dim=1), torch.stack(embeddings, dim=1)
 
 
 def _unpack_quantized(
@@ -228,6 +258,49 @@ def _cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     _, num_blocks, num_kv_heads, block_size, width = kv_cache.shape
     transposed = kv_cache[0].view(num_blocks, num_kv_heads, width, block_size)
     return transposed.transpose(2, 3), kv_cache[1]
+
+
+def context_slots(
+    block_rows: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> torch.Tensor:
+    ends = query_start_loc[1:]
+    tokens = torch.arange(len(positions), dtype=ends.dtype, device=ends.device)
+    rows = idx_mapping[torch.searchsorted(ends, tokens, right=True)]
+    is_context = positions < num_computed_tokens[rows].clamp(max=max_len)
+    places = positions.masked_fill(~is_context, 0)
+    slots = block_rows[rows, places // block_size].long() * block_size
+    slots += places % block_size
+    return slots.masked_fill_(~is_context, -1)
+
+
+def lay_out_blocks(
+    anchor_ids: torch.Tensor,
+    anchor: torch.Tensor,
+    num_slots: int,
+    mask_token_id: int,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    positions = anchor.unsqueeze(1) + torch.arange(num_slots, device=anchor.device)
+    has_place = positions < max_len
+    places = positions.masked_fill(~has_place, 0)
+    slots = block_table.gather(1, places // block_size).long() * block_size
+    slots += places % block_size
+    input_ids = torch.full_like(positions, mask_token_id)
+    input_ids[:, 0] = anchor_ids
+    return (
+        input_ids.flatten(),
+        places.flatten(),
+        slots.masked_fill_(~has_place, -1).flatten(),
+        (anchor + num_slots).clamp(max=max_len).to(torch.int32),
+    )
 
 
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:

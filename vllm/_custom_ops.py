@@ -152,6 +152,68 @@ def quantized_rows(
     return _packer(packed).quantized_rows(packed, quant_type, num_columns, size, ids)
 
 
+def quantized_select(
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    size: int,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """Return a weight of some rows of a quantised one, no bit of them changed.
+
+    Args:
+        packed: from `pack_blocks` or `pack_int8`.
+        quant_type: of the weight.
+        num_columns: N.
+        size: K.
+        ids: [n] int64.
+
+    Returns:
+        As `packed`, with n columns.
+
+    Raises:
+        IndexError: there is no such row.
+        ValueError: the packed weight has other sizes.
+    """
+    return _packer(packed).quantized_select(packed, quant_type, num_columns, size, ids)
+
+
+def likeliest_walk(
+    logits: torch.Tensor,
+    table: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    first_ids: torch.Tensor,
+    column_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the likeliest token of step after step, each knowing the one before.
+
+    A step's logits are what is given plus `quantized_linear` of the table's row of the
+    token before. Ties go to the lowest column; NaN is never chosen, and a row of
+    nothing else gives column 0.
+
+    Args:
+        logits: [K, R, N] float32, of R walks of K steps.
+        table: [num_ids, rank] float32, a row a token.
+        packed: a weight [N, rank] from `pack_blocks` or `pack_int8`.
+        quant_type: of the weight.
+        first_ids: [R] int64, tokens before the first step.
+        column_ids: [N] int64, the tokens that the columns stand for; None: column i for
+            token i.
+
+    Returns:
+        ids: [R, K] int64.
+        embeddings: [R, K, rank] float32, the table's row of the token before each.
+
+    Raises:
+        IndexError: a token has no row in the table.
+        ValueError: the packed weight has other sizes.
+    """
+    return _packer(packed).likeliest_walk(
+        logits, table, packed, quant_type, first_ids, column_ids
+    )
+
+
 def _packer(packed: torch.Tensor) -> NativeOps | ModuleType:
     """Return the operators that laid a quantised weight out."""
     if packed.dim() == 2:
@@ -289,6 +351,80 @@ def fuse_decoder_layers(layers: Sequence[DecoderLayerWeights]) -> FusedLayers | 
         ValueError: sizes do not belong together.
     """
     return None if _native is None else FusedLayers(_native, layers)
+
+
+def context_slots(
+    block_rows: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> torch.Tensor:
+    """Return the cache slots of the tokens that a drafter's context gets in a step.
+
+    Args:
+        block_rows: [max_num_reqs, max_blocks] int32.
+        idx_mapping: [num_reqs] int32, batch_idx -> request row.
+        query_start_loc: [num_reqs + 1] int32, from 0 to the number of tokens.
+        positions: [num_tokens] int64.
+        num_computed_tokens: [max_num_reqs] int32.
+        block_size: tokens a block.
+        max_len: positions of the context.
+
+    Returns:
+        [num_tokens] int64; -1 for a token at or behind its request's computed ones, or
+        behind the context.
+
+    Raises:
+        IndexError: a request has no row, or a position no block.
+    """
+    ops = _cpu_ops_torch if _native is None or not positions.is_cpu else _native
+    return ops.context_slots(
+        block_rows,
+        idx_mapping,
+        query_start_loc,
+        positions,
+        num_computed_tokens,
+        block_size,
+        max_len,
+    )
+
+
+def lay_out_blocks(
+    anchor_ids: torch.Tensor,
+    anchor: torch.Tensor,
+    num_slots: int,
+    mask_token_id: int,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the inputs of a block of tokens a request, an anchor and then masks.
+
+    Args:
+        anchor_ids: [R] int64.
+        anchor: [R] int64, their positions.
+        num_slots: Q, tokens of a block.
+        mask_token_id: what follows the anchor.
+        block_table: [R, max_blocks] int32.
+        block_size: tokens a cache block.
+        max_len: positions that there are.
+
+    Returns:
+        input_ids: [R * Q] int64.
+        positions: [R * Q] int64; 0 for a token that has none.
+        slots: [R * Q] int64; -1 for such a token.
+        seq_lens: [R] int32, up to the end of the block.
+
+    Raises:
+        IndexError: a position has no block.
+    """
+    ops = _cpu_ops_torch if _native is None or not anchor.is_cpu else _native
+    return ops.lay_out_blocks(
+        anchor_ids, anchor, num_slots, mask_token_id, block_table, block_size, max_len
+    )
 
 
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:

@@ -27,9 +27,36 @@ VLLM_API void vllm_pack_int8(const float* weight, int64_t stride, int64_t num_co
 VLLM_API int64_t vllm_quantized_rows(const uint8_t* packed, int64_t format,
                                      int64_t num_columns, int64_t size, const int64_t* ids,
                                      int64_t num_ids, float* out);
+VLLM_API int64_t vllm_quantized_select(const uint8_t* packed, int64_t format,
+                                       int64_t num_columns, int64_t size,
+                                       const int64_t* ids, int64_t num_ids, uint8_t* out);
 VLLM_API void vllm_quantized_linear(const float* x, int64_t x_stride, const uint8_t* packed,
                                     int64_t format, const float* bias, float* out,
                                     int64_t num_rows, int64_t num_columns, int64_t size);
+
+// Chooses column_ids[argmax] (the column itself if null) of logits + a weight's product
+// with the table's row of the token chosen before, step after step.
+VLLM_API int64_t vllm_likeliest_walk(const float* logits, const float* table,
+                                     int64_t num_ids, const uint8_t* packed,
+                                     int64_t format, const int64_t* first_ids,
+                                     const int64_t* column_ids, int64_t num_steps,
+                                     int64_t num_rows, int64_t num_columns, int64_t rank,
+                                     float* embeddings, int64_t* out);
+
+VLLM_API int64_t vllm_context_slots(const int32_t* block_rows, int64_t num_rows,
+                                    int64_t max_blocks, const int32_t* idx_mapping,
+                                    const int32_t* query_start_loc,
+                                    const int64_t* positions,
+                                    const int32_t* num_computed, int64_t num_reqs,
+                                    int64_t num_tokens, int64_t block_size,
+                                    int64_t max_len, int64_t* out);
+VLLM_API int64_t vllm_lay_out_blocks(const int64_t* anchor_ids, const int64_t* anchors,
+                                     int64_t num_reqs, int64_t num_slots,
+                                     int64_t mask_id, const int32_t* block_table,
+                                     int64_t max_blocks, int64_t block_size,
+                                     int64_t max_len, int64_t* input_ids,
+                                     int64_t* positions, int64_t* slots,
+                                     int32_t* seq_lens);
 
 VLLM_API void vllm_rms_norm(const float* x, int64_t outer_stride, int64_t inner_stride,
                             const float* weight, float eps, float* out,

@@ -37,6 +37,27 @@ void pack_block(Format format, const uint8_t* block, uint8_t* record, int64_t la
     std::memcpy(record + value_bytes(format) + 2 * (i * kLanes + lane), block + 2 * i, 2);
 }
 
+// One column from a panel's lane to a lane of another.
+void copy_column(Format format, int64_t size, const uint8_t* from, int64_t from_lane,
+                 uint8_t* to, int64_t to_lane) {
+  for (int64_t i = 0; i < num_blocks(size); ++i) {
+    for (int64_t start = 0; start < value_bytes(format); start += kGroupBytes)
+      std::memcpy(to + start + 4 * to_lane, from + start + 4 * from_lane, 4);
+    for (int64_t start = value_bytes(format); start < record_bytes(format);
+         start += 2 * kLanes)
+      std::memcpy(to + start + 2 * to_lane, from + start + 2 * from_lane, 2);
+    from += record_bytes(format);
+    to += record_bytes(format);
+  }
+  if (format == Format::kInt8) std::memcpy(to + 4 * to_lane, from + 4 * from_lane, 4);
+}
+
+void fill_empty_column(Format format, int64_t size, uint8_t* panel, int64_t lane) {
+  for (int64_t i = 0; i < num_blocks(size); ++i, panel += record_bytes(format))
+    fill_empty_lane(format, panel, lane);
+  if (format == Format::kInt8) std::memset(panel + 4 * lane, 0, 4);
+}
+
 // The first `count` of a column's `size` values; the others are zero.
 void pack_int8_column(const float* weight, int64_t count, int64_t size, uint8_t* panel,
                       int64_t lane) {
@@ -148,6 +169,29 @@ VLLM_API int64_t vllm_quantized_rows(const uint8_t* packed, int64_t format,
   parallel_for(num_ids, grain_for(size, kMinElements), [&](int64_t i) {
     const uint8_t* panel = packed + ids[i] / kLanes * panel_bytes(f, size);
     Column{f, panel, ids[i] % kLanes, size}.read(out + i * size);
+  });
+  return 0;
+}
+
+VLLM_API int64_t vllm_quantized_select(const uint8_t* packed, int64_t format,
+                                       int64_t num_columns, int64_t size,
+                                       const int64_t* ids, int64_t num_ids, uint8_t* out) {
+  using namespace vllm;
+  const Format f = static_cast<Format>(format);
+  for (int64_t i = 0; i < num_ids; ++i)
+    if (ids[i] < 0 || ids[i] >= num_columns) return 1;
+  advise_huge_pages(out, vllm_quantized_size(format, num_ids, size));
+  parallel_for(num_panels(num_ids), 1, [&](int64_t panel) {
+    uint8_t* to = out + panel * panel_bytes(f, size);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t i = panel * kLanes + lane;
+      if (i >= num_ids) {
+        fill_empty_column(f, size, to, lane);
+        continue;
+      }
+      const uint8_t* from = packed + ids[i] / kLanes * panel_bytes(f, size);
+      copy_column(f, size, from, ids[i] % kLanes, to, lane);
+    }
   });
   return 0;
 }

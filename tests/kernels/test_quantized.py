@@ -175,6 +175,74 @@ def test_int8_rows_are_rounded_as_the_twin_rounds_them(ops):
     assert torch.equal(*rows)
 
 
+@all_ops
+@all_types
+def test_selected_rows_are_those_of_the_weight(ops, quant_type):
+    weight, ids = draw(37, 96), torch.tensor([36, 0, 15, 16, 0] * 4)
+    packed = pack(ops, weight, quant_type)
+    selected = ops.quantized_select(packed, quant_type, 37, 96, ids)
+    everything = torch.arange(20)
+    assert torch.equal(
+        ops.quantized_rows(selected, quant_type, 20, 96, everything),
+        ops.quantized_rows(packed, quant_type, 37, 96, ids),
+    )
+    x = draw(3, 96)
+    products = ops.quantized_linear(x, packed, quant_type, 37, None)
+    assert torch.equal(
+        ops.quantized_linear(x, selected, quant_type, 20, None), products[:, ids]
+    )
+    with pytest.raises(IndexError, match=r"\[0, 37\)"):
+        ops.quantized_select(packed, quant_type, 37, 96, torch.tensor([37]))
+
+
+@native_ops
+@all_types
+@pytest.mark.parametrize("num_rows", [1, 3, 30])
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["all", "mapped"])
+def test_a_walk_takes_the_steps_of_its_twin(ops, quant_type, num_rows, is_mapped):
+    logits, table, weight = draw(5, num_rows, 51), draw(99, 32), draw(51, 32)
+    first_ids = torch.arange(num_rows) * 3
+    column_ids = torch.arange(51) + 40 if is_mapped else None
+    ids, embeddings = ops.likeliest_walk(
+        logits, table, pack(ops, weight, quant_type), quant_type, first_ids, column_ids
+    )
+    expected = _cpu_ops_torch.likeliest_walk(
+        logits,
+        table,
+        pack(_cpu_ops_torch, weight, quant_type),
+        quant_type,
+        first_ids,
+        column_ids,
+    )
+    assert torch.equal(ids, expected[0])
+    assert torch.equal(embeddings, expected[1])
+
+
+@all_ops
+def test_a_walk_never_chooses_nan_and_finds_the_first_of_equals(ops):
+    packed = pack(ops, torch.zeros(40, 32), "Q8_0")
+    logits = torch.zeros(4, 1, 40)
+    logits[0, 0, [3, 17, 33]] = torch.tensor([1.0, float("nan"), 1.0])
+    logits[1] = float("nan")
+    logits[2, 0, 39] = float("inf")
+    logits[3] = float("-inf")
+    zero = torch.tensor([0])
+    ids, _ = ops.likeliest_walk(logits, draw(40, 32), packed, "Q8_0", zero, None)
+    assert ids.tolist() == [[3, 0, 39, 0]]
+
+
+@native_ops
+def test_a_walk_refuses_tokens_and_tables_of_other_sizes(ops):
+    packed, logits = pack(ops, draw(20, 32), "Q8_0"), draw(2, 1, 20)
+    arguments = logits, draw(20, 32), packed, "Q8_0"
+    with pytest.raises(IndexError, match=r"\[0, 20\)"):
+        ops.likeliest_walk(*arguments, torch.tensor([20]), None)
+    with pytest.raises(ValueError, match="columns of 64"):
+        ops.likeliest_walk(logits, draw(20, 64), packed, "Q8_0", None, None)
+    with pytest.raises(ValueError, match="20 contiguous"):
+        ops.likeliest_walk(*arguments, torch.tensor([0]), torch.arange(19))
+
+
 @native_ops
 @all_types
 def test_a_row_has_the_same_bits_beside_any_number_of_rows(ops, quant_type):

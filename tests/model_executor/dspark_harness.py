@@ -1,5 +1,6 @@
 """A tiny target, drafters for it, and a cache to run them over."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,10 @@ from tests.model_executor.harness import BLOCK_SIZE, Session, load
 from tests.model_executor.hf_reference import TINY, tiny_model
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
+from vllm.model_executor.layers.quantization.methods import (
+    UNQUANTIZED,
+    QuantizationMethod,
+)
 from vllm.model_executor.model_loader.dspark_loader import load_dspark_model
 from vllm.model_executor.models.qwen3_dspark import DSparkModel
 from vllm.speculator_training.checkpoint import Verifier, save_speculator
@@ -57,7 +62,7 @@ def make_drafter(
 ) -> DSparkTrainingModel:
     """Return a random drafter in which no weight is a special case such as 0 or 1."""
     embedding = target.model.embed_tokens.weight
-    head = target.lm_head(torch.eye(embedding.shape[1])).T
+    head = target.lm_head.unpack()
     if draft_token_ids is not None:
         head = head[draft_token_ids]
     model = DSparkTrainingModel(config, NUM_POSITIONS, embedding, head)
@@ -69,9 +74,11 @@ def make_drafter(
     return model
 
 
-def load_drafter(folder: Path, target: DenseCausalLM) -> DSparkModel:
+def load_drafter(
+    folder: Path, target: DenseCausalLM, method: QuantizationMethod = UNQUANTIZED
+) -> DSparkModel:
     config = load_dspark_config(str(folder))
-    return load_dspark_model(str(folder), config, target, NUM_POSITIONS, CPU)
+    return load_dspark_model(str(folder), config, target, NUM_POSITIONS, CPU, method)
 
 
 def save_and_load(
@@ -79,9 +86,28 @@ def save_and_load(
     model: DSparkTrainingModel,
     target: DenseCausalLM,
     draft_token_ids: torch.Tensor | None = None,
+    method: QuantizationMethod = UNQUANTIZED,
 ) -> DSparkModel:
     save_speculator(str(folder), model, VERIFIER, draft_token_ids)
-    return load_drafter(folder, target)
+    return load_drafter(folder, target, method)
+
+
+def write_deepspec_config(folder: Path) -> None:
+    """Turn the config.json of a saved drafter into the other published form."""
+    path = folder / "config.json"
+    saved = json.loads(path.read_text())
+    names = (
+        *("block_size", "mask_token_id", "markov_rank", "markov_head_type"),
+        *("enable_confidence_head", "confidence_head_with_markov"),
+        "num_target_layers",
+    )
+    deepspec = saved["transformer_layer_config"] | {
+        "architectures": ["Qwen3DSparkModel"],
+        # A tap is named by the layer that it enters, or by the one that it leaves.
+        "target_layer_ids": [i - 1 for i in saved["aux_hidden_state_layer_ids"]],
+        **{name: saved[name] for name in names},
+    }
+    path.write_text(json.dumps(deepspec))
 
 
 def target_taps(
@@ -138,7 +164,9 @@ class DraftSession:
         context = ForwardContext(metadata, self.kv_caches)
         with torch.inference_mode(), set_forward_context(context):
             fused = self.model.combine_hidden_states([tap[start:end] for tap in taps])
-            self.model.write_context_kv(fused, slots + position_shift)
+            self.model.write_context_kv(
+                fused, slots + position_shift, metadata.slot_mapping
+            )
 
     def draft(self, *blocks: Block, mask_token_id: int = MASK) -> torch.Tensor:
         """Return the states of one pass over a block of each request."""

@@ -98,8 +98,8 @@ KERNELS = {
     "worker.gpu.spec_decode.draft_model.inputs._gather_draft_inputs_kernel": (
         "*i64 *i32 i32 i32 i32 i32 *i64 *i64 *i32 64"
     ),
-    "worker.gpu.spec_decode.dspark.inputs._drop_rejected_slots_kernel": (
-        "*i64 *i64 *i32 *i32 *i64 i32 1024"
+    "worker.gpu.spec_decode.dspark.inputs._find_context_slots_kernel": (
+        "*i32 i32 *i32 *i32 *i64 *i32 *i64 i32 i32 1024"
     ),
     "worker.gpu.spec_decode.dspark.inputs._lay_out_blocks_kernel": (
         "*i64 *i64 *i32 i32 i32 i32 i32 i32 *i64 *i64 *i64 *i32 8"

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from tests.model_executor.dspark_harness import (
     make_drafter,
     make_target,
     save_and_load,
+    write_deepspec_config,
 )
 from vllm.exceptions import CheckpointError
 from vllm.model_executor.model_loader.dspark_loader import load_dspark_model
@@ -212,21 +212,8 @@ def test_a_missing_vocabulary_map_is_named(target, tmp_path):
 
 def test_a_deepspec_directory_loads_like_a_speculators_one(saved, target):
     folder, _ = saved
-    layers = json.loads((folder / "config.json").read_text())
-    deepspec = layers["transformer_layer_config"] | {
-        "architectures": ["Qwen3DSparkModel"],
-        "target_layer_ids": [-1, 0, 2],
-        **{
-            name: layers[name]
-            for name in (
-                *("block_size", "mask_token_id", "markov_rank", "markov_head_type"),
-                *("enable_confidence_head", "confidence_head_with_markov"),
-                "num_target_layers",
-            )
-        },
-    }
     of_speculators = load_drafter(folder, target)
-    (folder / "config.json").write_text(json.dumps(deepspec))
+    write_deepspec_config(folder)
     config = load_dspark_config(str(folder))
     assert config == of_speculators.config
     drafter = load_dspark_model(str(folder), config, target, NUM_POSITIONS, CPU)

@@ -55,25 +55,25 @@ class Attention(Layer):
         out = q.new_empty(num_tokens, self.num_heads, self.head_size)
         if metadata is None:
             return out.zero_().view(num_tokens, -1)
-        self.store(k, v)
+        self.store(k, v, metadata.slot_mapping)
         kv_cache = context.kv_caches[self.layer_name]
         self.backend.attend(q.view(out.shape), kv_cache, metadata, self.scale, out)
         return out.view(num_tokens, -1)
 
-    def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys and values to the slots that the forward context names.
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write keys and values to the layer's cache in the forward context.
 
         Args:
             k: [T, num_kv_heads * head_size], rows possibly strided.
             v: as k.
+            slot_mapping: [T] int64; -1 writes nothing.
         """
-        context = get_forward_context()
-        if context.attn_metadata is None:
-            return
         kv_shape = (k.shape[0], self.num_kv_heads, self.head_size)
         self.backend.write_kv_cache(
             k.view(kv_shape),
             v.view(kv_shape),
-            context.kv_caches[self.layer_name],
-            context.attn_metadata.slot_mapping,
+            get_forward_context().kv_caches[self.layer_name],
+            slot_mapping,
         )

@@ -42,12 +42,19 @@ class ContextKV(Layer):
         if self.proj.bias is not None:
             self.proj.bias.data = torch.cat(biases)
 
-    def forward(self, fused: torch.Tensor, positions: torch.Tensor) -> None:
-        """Write keys and values to the slots that the forward context names.
+    def forward(
+        self,
+        fused: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor | None,
+    ) -> None:
+        """Write keys and values to the layers' caches in the forward context.
 
         Args:
             fused: [T, hidden_size], the target's states after fusion.
             positions: [T] int64, absolute, of the tokens that the states are of.
+            slot_mapping: [T] int64; -1 writes nothing. None: they are computed alone,
+                for the memory that it takes.
         """
         keys, values = self.proj(fused).chunk(2, dim=-1)
         keys_of, values_of = keys.split(self.kv_size, 1), values.split(self.kv_size, 1)
@@ -56,5 +63,7 @@ class ContextKV(Layer):
                 heads = k.unflatten(-1, (-1, attention.head_dim))
                 attention.k_norm.forward_in_place(heads)
         self.attentions[0].rotary.rotate_keys(positions, keys)
+        if slot_mapping is None:
+            return
         for attention, k, v in zip(self.attentions, keys_of, values_of, strict=True):
-            attention.attn.store(k, v)
+            attention.attn.store(k, v, slot_mapping)

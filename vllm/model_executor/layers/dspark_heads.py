@@ -38,6 +38,22 @@ class MarkovHead(Layer):
                 dtype=dtype,
             )
 
+    @property
+    def is_bigram(self) -> bool:
+        """Whether a draft's bias depends on the token before it alone."""
+        return self.kind == "vanilla"
+
+    def walk(
+        self,
+        logits: torch.Tensor,
+        first_ids: torch.Tensor,
+        column_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft the likeliest tokens of a bigram head: see `PackedWeight.walk`."""
+        assert self.is_bigram, "the other heads read more than the token before"
+        table = self.markov_w1.weight
+        return self.markov_w2.packed.walk(logits, table, first_ids, column_ids)
+
     def initial_state(self, num_reqs: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return the memory at a block's start, [num_reqs, rank]; None if not kept."""
         return like.new_zeros(num_reqs, self.rank) if self.kind == "rnn" else None

@@ -42,6 +42,7 @@ class Linear(Layer):
         super().__init__()
         self.in_features = in_features
         self.shards = shards
+        self.dtype = dtype
         self.out_features = sum(shards.values())
         self.is_tied = tied_embedding is not None
         # A tuple, so that the table is not registered a second time.
@@ -97,15 +98,27 @@ class Linear(Layer):
         assert self._packed is not None, "weights are laid out"
         return self._packed.multiply(x, self.bias)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return [n, in_features], the weight's rows of ids [n] int64."""
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight, laid out."""
         assert self._packed is not None, "weights are laid out"
-        return self._packed.rows(ids)
+        return self._packed
+
+    def select(self, ids: torch.Tensor) -> "Linear":
+        """Return a layer of its own with the outputs of ids [n] int64, as they are.
+
+        This layer has one weight and no bias.
+        """
+        assert self.bias is None, "a bias would be left out"
+        [name] = self.shards
+        layer = Linear(self.in_features, {name: len(ids)}, bias=False, dtype=self.dtype)
+        layer.weight = None
+        layer._packed = self.packed.select(ids)
+        return layer
 
     def unpack(self) -> torch.Tensor:
         """Return the weight [out_features, in_features], whatever its layout."""
-        assert self._packed is not None, "weights are laid out"
-        return self._packed.unpack()
+        return self.packed.unpack()
 
     def compiled_weights(self) -> LinearWeights | None:
         """Return the weights as the compiled operators read them; None if others do."""

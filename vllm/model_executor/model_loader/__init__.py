@@ -4,11 +4,12 @@ import os
 
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import UnsupportedError
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.quantization.methods import (
     QuantizationMethod,
+    get_drafter_quantization_method,
     get_quantization_method,
 )
 from vllm.model_executor.model_loader.weight_slots import WeightSlots
@@ -17,8 +18,17 @@ from vllm.model_executor.models.registry import get_model_class
 from vllm.v1.attention.selector import get_attn_backend
 
 
-def load_model(vllm_config: VllmConfig, device: torch.device) -> CausalLM:
+def load_model(
+    vllm_config: VllmConfig,
+    device: torch.device,
+    method: QuantizationMethod | None = None,
+) -> CausalLM:
     """Return the model, ready to run on `device`.
+
+    Args:
+        vllm_config: names the model.
+        device: where it runs.
+        method: what becomes of the weights; None: what the configuration says.
 
     Raises:
         CheckpointError: the weights are missing, damaged or do not fit the model.
@@ -26,9 +36,11 @@ def load_model(vllm_config: VllmConfig, device: torch.device) -> CausalLM:
     """
     model_config = vllm_config.model_config
     dtype = getattr(torch, model_config.dtype)
-    method = get_quantization_method(
-        model_config.quantization, os.path.isfile(model_config.model), device, dtype
-    )
+    if method is None:
+        is_gguf = os.path.isfile(model_config.model)
+        method = get_quantization_method(
+            model_config.quantization, is_gguf, device, dtype
+        )
     model_class = get_model_class(model_config.hf_config.architecture)
     with torch.device(device), torch.no_grad():
         model = model_class(vllm_config, get_attn_backend(device, dtype))
@@ -43,6 +55,25 @@ def load_model(vllm_config: VllmConfig, device: torch.device) -> CausalLM:
         if isinstance(module, Linear):
             module.process_weights_after_loading(method)
     return model
+
+
+def find_drafter_quantization(
+    target_config: ModelConfig, path: str, device: torch.device
+) -> QuantizationMethod:
+    """Return what becomes of the weights of a drafter.
+
+    Args:
+        target_config: of the model that it drafts for.
+        path: of the drafter, a GGUF file or a directory.
+        device: where both run.
+    """
+    return get_drafter_quantization_method(
+        target_config.quantization,
+        os.path.isfile(target_config.model),
+        os.path.isfile(path),
+        device,
+        getattr(torch, target_config.dtype),
+    )
 
 
 def _fill(

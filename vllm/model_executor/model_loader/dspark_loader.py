@@ -3,6 +3,10 @@
 import torch
 
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
+from vllm.model_executor.layers.quantization.methods import (
+    UNQUANTIZED,
+    QuantizationMethod,
+)
 from vllm.model_executor.model_loader.safetensors_loader import (
     list_tensor_names,
     load_safetensors,
@@ -23,6 +27,7 @@ def load_dspark_model(
     target: DenseCausalLM,
     num_positions: int,
     device: torch.device,
+    method: QuantizationMethod = UNQUANTIZED,
 ) -> DSparkModel:
     """Return the drafter of a directory, ready to run in the target's dtype.
 
@@ -31,6 +36,7 @@ def load_dspark_model(
         config: of that directory, which fits the target.
         target: lends the embeddings and output layer that the directory lacks.
         num_positions: of the longest context, plus a block.
+        method: what becomes of the weights; what is lent stays as the target has it.
 
     Raises:
         CheckpointError: the weights are missing, damaged or do not fit the model.
@@ -44,31 +50,21 @@ def load_dspark_model(
             get_attn_backend(device, target.dtype),
             target.dtype,
             has_embedding=_EMBEDDING in names,
-            has_head=_HEAD in names or config.has_reduced_vocab,
+            has_head=_HEAD in names,
             has_vocab_map=_VOCAB_MAP in names or config.has_reduced_vocab,
         )
     model.to(device).requires_grad_(False).eval()
     slots = WeightSlots(model)
-    takes_rows = config.has_reduced_vocab and _HEAD not in names
     with torch.no_grad():
-        rows = slots.take(_HEAD, _head_shape(config), folder) if takes_rows else None
         load_safetensors(folder, slots, show_progress=False)
         if config.is_rope_interleaved:
             _undo_interleaving(model)
         # The slots' views would keep the unpacked weights alive.
         del slots
-        if model.draft_vocab is not None:
-            model.draft_vocab.process_weights_after_loading()
-        if rows is not None:
-            assert model.draft_vocab is not None, "made for a reduced vocabulary"
-            rows.copy_(target.lm_head.rows(model.draft_vocab.target_ids))
-        del rows
-        model.process_weights_after_loading(target.model.embed_tokens, target.lm_head)
+        model.process_weights_after_loading(
+            target.model.embed_tokens, target.lm_head, method
+        )
     return model
-
-
-def _head_shape(config: DSparkConfig) -> tuple[int, int]:
-    return config.draft_vocab_size, config.backbone.hidden_size
 
 
 def _undo_interleaving(model: DSparkModel) -> None:

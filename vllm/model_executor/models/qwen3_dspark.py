@@ -19,6 +19,10 @@ from vllm.model_executor.layers.embedding import VocabEmbedding
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.quantization.methods import (
+    UNQUANTIZED,
+    QuantizationMethod,
+)
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.transformers_utils.configs.dspark import DSparkConfig
 from vllm.v1.attention.backend import AttentionBackend
@@ -40,8 +44,7 @@ class DSparkModel(Layer):
             that starts at the last position of the context reaches past it.
         backend: attention on the model's device.
         has_embedding: the checkpoint has a table of its own.
-        has_head: the checkpoint has an output layer of its own, or a vocabulary whose
-            layer is a part of the target's.
+        has_head: the checkpoint has an output layer of its own.
         has_vocab_map: the checkpoint says which of the target's tokens it drafts.
     """
 
@@ -105,19 +108,28 @@ class DSparkModel(Layer):
         return [m for m in self.modules() if isinstance(m, SelfAttention)]
 
     def process_weights_after_loading(
-        self, embed_tokens: VocabEmbedding, lm_head: Linear
+        self,
+        embed_tokens: VocabEmbedding,
+        lm_head: Linear,
+        method: QuantizationMethod = UNQUANTIZED,
     ) -> None:
         """Lay out the weights, then share what the checkpoint left to the target.
 
         Args:
             embed_tokens: the target's.
             lm_head: the target's, laid out already.
+            method: for the drafter's own weights.
         """
         self.context_kv = ContextKV(self.attentions)
         for module in self.modules():
             if isinstance(module, Linear):
-                module.process_weights_after_loading()
+                module.process_weights_after_loading(method)
         self.embed_tokens = self.embed_tokens or embed_tokens
+        if self.draft_vocab is not None:
+            self.draft_vocab.process_weights_after_loading()
+        if self.lm_head is None and self.config.has_reduced_vocab:
+            assert self.draft_vocab is not None, "made for a reduced vocabulary"
+            self.lm_head = lm_head.select(self.draft_vocab.target_ids)
         self.lm_head = self.lm_head or lm_head
 
     def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
@@ -145,15 +157,22 @@ class DSparkModel(Layer):
         """
         return self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
 
-    def write_context_kv(self, fused: torch.Tensor, positions: torch.Tensor) -> None:
-        """Append verified tokens to the draft cache, in the slots of the context.
+    def write_context_kv(
+        self,
+        fused: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor | None,
+    ) -> None:
+        """Append verified tokens to the draft cache.
 
         Args:
             fused: [T, hidden_size], from `combine_hidden_states`.
             positions: [T] int64, absolute.
+            slot_mapping: [T] int64; -1 for a token that is no context. None: nothing is
+                written.
         """
         assert self.context_kv is not None, "weights are loaded"
-        self.context_kv(fused, positions)
+        self.context_kv(fused, positions, slot_mapping)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run one block of every request over its context in the draft cache.
@@ -225,6 +244,29 @@ class DSparkModel(Layer):
         if self.markov_head is None:
             return None, None
         return self.markov_head(embedding, hidden, state)
+
+    @property
+    def can_walk(self) -> bool:
+        """Whether `walk` does all that a block's most likely drafts need."""
+        head = self.markov_head
+        return head is not None and head.is_bigram and self.confidence_head is not None
+
+    def walk(
+        self, base_logits: torch.Tensor, anchor_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the most likely drafts, each knowing the one before.
+
+        Args:
+            base_logits: [K, R, draft_vocab_size] float32.
+            anchor_ids: [R] int64.
+
+        Returns:
+            ids: [R, K] int64, the target's.
+            embeddings: [R, K, rank], as `markov_embed` of the token before each.
+        """
+        assert self.markov_head is not None, "there is nothing between drafts"
+        column_ids = None if self.draft_vocab is None else self.draft_vocab.target_ids
+        return self.markov_head.walk(base_logits, anchor_ids, column_ids)
 
     def compute_confidence(
         self, hidden: torch.Tensor, embedding: torch.Tensor | None

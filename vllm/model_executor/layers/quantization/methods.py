@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.weights import (
     DenseWeight,
     PackedWeight,
     QuantizedWeight,
+    round_to_blocks,
 )
 
 
@@ -34,6 +35,8 @@ _METHODS = {
     "gguf": QuantizationMethod(True, DenseWeight),
     "int8": QuantizationMethod(False, QuantizedWeight.from_float),
 }
+# Drafts may be any guess: what rounding costs is acceptance, and next to none.
+_ROUNDED_DRAFTER = QuantizationMethod(True, round_to_blocks)
 
 
 def get_quantization_method(
@@ -66,3 +69,28 @@ def get_quantization_method(
             "quantization=gguf needs a GGUF file: set it to auto, int8 or none"
         )
     return _METHODS[quantization]
+
+
+def get_drafter_quantization_method(
+    quantization: str,
+    is_target_gguf: bool,
+    is_gguf: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> QuantizationMethod:
+    """Return the method of a drafter's checkpoint: quantised where the target is.
+
+    Args:
+        quantization: as in `get_quantization_method`, chosen for the target.
+        is_target_gguf: the target's checkpoint is a GGUF file.
+        is_gguf: the drafter's is.
+        device: the weights' and activations'.
+        dtype: the activations'.
+
+    Raises:
+        UnsupportedError: the device, dtype or target does not go with it.
+    """
+    of_target = get_quantization_method(quantization, is_target_gguf, device, dtype)
+    if of_target is not UNQUANTIZED:
+        return _ROUNDED_DRAFTER
+    return get_quantization_method(quantization, is_gguf, device, dtype)

@@ -11,6 +11,11 @@ from vllm._cpu_ops_decoder import WeightPart
 
 # Rows of the unit matrix at once, which bounds the products that they give.
 _NUM_UNITS_AT_ONCE = 64
+# Rows that are rounded at once, which bounds what that needs in between.
+_NUM_ROWS_AT_ONCE = 4096
+# Values of a block, each a step of -127..127.
+_BLOCK = 32
+_MAX_STEP = 127
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,16 @@ class Blocks:
     quant_type: str
     rows: torch.Tensor
     size: int
+
+    @classmethod
+    def from_float(cls, weight: torch.Tensor) -> "Blocks":
+        """Return a weight [N, size] rounded to Q8_0; size a multiple of 32.
+
+        A number is off by half a step at most, 1/254 of the largest of its block.
+        """
+        size = weight.shape[1]
+        rows = [_encode_q8_0(part) for part in weight.split(_NUM_ROWS_AT_ONCE)]
+        return cls("Q8_0", torch.cat(rows), size)
 
 
 class PackedWeight(ABC):
@@ -44,6 +59,37 @@ class PackedWeight(ABC):
     @abstractmethod
     def compiled_parts(self) -> tuple[WeightPart, ...] | None:
         """Return what the compiled operators read; None if others do."""
+
+    def walk(
+        self,
+        logits: torch.Tensor,
+        table: torch.Tensor,
+        first_ids: torch.Tensor,
+        column_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the likeliest of logits plus the product with the last one's row.
+
+        Args:
+            logits: [K, R, num_rows] float32, of R walks of K steps.
+            table: [num_ids, size], a row a token.
+            first_ids: [R] int64, tokens before the first step.
+            column_ids: [num_rows] int64, tokens that the columns stand for; None:
+                column i for token i.
+
+        Returns:
+            ids: [R, K] int64.
+            embeddings: [R, K, size], the table's row of the token before each.
+        """
+        ids, embeddings = [first_ids], []
+        for values in logits:
+            embeddings.append(table[ids[-1]])
+            best = (values + self.multiply(embeddings[-1], None)).argmax(dim=-1)
+            ids.append(best if column_ids is None else column_ids[best])
+        return torch.stack(ids[1:], dim=1), torch.stack(embeddings, dim=1)
+
+    def select(self, ids: torch.Tensor) -> "PackedWeight":
+        """Return a weight of the rows of ids [n] int64 alone, none of them changed."""
+        return DenseWeight(self.rows(ids))
 
     def unpack(self) -> torch.Tensor:
         """Return [num_rows, size]."""
@@ -125,6 +171,25 @@ class QuantizedWeight(PackedWeight):
         """Return one part."""
         return _one_part(self._packed, self._quant_type, self.num_rows)
 
+    def walk(
+        self,
+        logits: torch.Tensor,
+        table: torch.Tensor,
+        first_ids: torch.Tensor,
+        column_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do so in one call; table in float32."""
+        return ops.likeliest_walk(
+            logits, table, self._packed, self._quant_type, first_ids, column_ids
+        )
+
+    def select(self, ids: torch.Tensor) -> "QuantizedWeight":
+        """Return a weight of the same kind."""
+        packed = ops.quantized_select(
+            self._packed, self._quant_type, self.num_rows, self.size, ids
+        )
+        return QuantizedWeight(packed, self._quant_type, len(ids), self.size)
+
 
 class StackedWeight(PackedWeight):
     """Weights of different kinds, one above the other.
@@ -178,3 +243,24 @@ def stack_blocks(shards: Sequence[Blocks]) -> PackedWeight:
             merged.append(shard)
     parts = [QuantizedWeight.from_blocks(blocks) for blocks in merged]
     return parts[0] if len(parts) == 1 else StackedWeight(parts)
+
+
+def round_to_blocks(weight: torch.Tensor) -> PackedWeight:
+    """Return a weight [num_rows, size] in Q8_0; as numbers if no blocks fill a row."""
+    if weight.shape[1] % _BLOCK:
+        return DenseWeight(weight)
+    return QuantizedWeight.from_blocks(Blocks.from_float(weight))
+
+
+def _encode_q8_0(weight: torch.Tensor) -> torch.Tensor:
+    """Return [N, bytes of a row]: of each block its scale and the steps to its values.
+
+    Steps are counted in the scale as it is stored, which is rounded itself.
+    """
+    values = weight.float().unflatten(1, (-1, _BLOCK))
+    scales = (values.abs().amax(-1, keepdim=True) / _MAX_STEP).half()
+    wide = scales.float()
+    steps = (values / wide.masked_fill(wide == 0, 1.0)).round()
+    steps = steps.clamp(-_MAX_STEP, _MAX_STEP).to(torch.int8)
+    encoded = (scales.view(torch.uint8), steps.view(torch.uint8))
+    return torch.cat(encoded, dim=-1).flatten(1)

@@ -138,6 +138,11 @@ class DummyRequests:
             total_num_scheduled_tokens=shape.num_tokens,
             scheduled_spec_decode_tokens=drafts,
         )
+        if self._runner.speculator is not None:
+            # It belongs to other steps.
+            with torch.inference_mode():
+                self._runner.speculator.catch_up()
+            wait_for_device(self._runner.device)
         start_s = time.perf_counter()
         self._run(step)
         # What follows the samples is of this step, too: the drafter's context.

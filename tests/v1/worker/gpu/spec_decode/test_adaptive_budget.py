@@ -99,6 +99,30 @@ def test_a_try_finds_out_that_drafting_pays_again():
     assert choices[-1].draft_budget == 12
 
 
+class DearForMany(LinearCosts):
+    def step_costs(self, num_draft_reqs, num_non_draft_tokens, max_drafts):
+        costs = super().step_costs(num_draft_reqs, num_non_draft_tokens, max_drafts)
+        return 10 * costs if num_draft_reqs > 8 else costs
+
+
+def test_another_number_of_requests_ends_a_pause_at_once():
+    steps = Steps(12, 0.9)
+    steps.policy = AdaptiveBudget(DearForMany(**FREE))
+    assert not any(choice.drafts_next for choice in steps.run(30)[-4:])
+    steps.num_reqs = 8
+    assert steps.run()[0].drafts_next
+
+
+def test_what_pays_for_few_requests_does_not_end_the_pause_of_many():
+    steps = Steps(16, 0.9)
+    steps.policy = AdaptiveBudget(DearForMany(**FREE))
+    assert not any(choice.drafts_next for choice in steps.run(30)[-4:])
+    steps.num_reqs = 1
+    assert all(choice.drafts_next for choice in steps.run(5))
+    steps.num_reqs = 16
+    assert not any(choice.drafts_next for choice in steps.run(20))
+
+
 def test_drafts_that_nobody_may_have_are_not_proposed():
     steps = Steps(2, 0.9, **FREE)
     choices = steps.run(5, caps=[0, 0])
@@ -136,3 +160,21 @@ def test_costs_are_told_what_steps_took():
     costs = Learning()
     AdaptiveBudget(costs).observe_step(StepTiming(3, 17, False, 4.5))
     assert costs.seen == (3, 17, 4.5, False)
+
+
+def test_costs_are_learnt_from_steps_that_were_weighed():
+    class Counting(LinearCosts):
+        num_seen = 0
+
+        def observe(self, *args):
+            self.num_seen += 1
+
+    costs = Counting(**DEAR)
+    steps = Steps(4, 0.25)
+    steps.policy = AdaptiveBudget(costs)
+    steps.run(40)
+    costs.num_seen = 0
+    for _ in range(16):
+        steps.run()
+        steps.policy.observe_step(StepTiming(4, 4, False, 4.0))
+    assert costs.num_seen == 2

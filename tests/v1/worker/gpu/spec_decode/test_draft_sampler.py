@@ -36,7 +36,8 @@ def sample(sampler, logits, step=0):
     index = torch.arange(num_rows, dtype=torch.int32, device=logits.device)
     anchor = torch.full((num_rows,), 7, device=logits.device)
     is_all_greedy = sampler.prepare(np.arange(num_rows, dtype=np.int32))
-    return sampler.sample(logits.clone(), index, anchor, step, is_all_greedy)
+    draws = sampler.begin(index, anchor, is_all_greedy)
+    return sampler.sample(logits.clone(), step, draws)
 
 
 def test_greedy_drafts_are_the_argmax_and_have_no_distribution(device):

@@ -43,3 +43,29 @@ def test_the_drafts_of_a_try_are_known_when_they_can_be_verified():
         seen.append((switch.is_testing, switch.decide(0.75)))
     assert [step for step, (testing, _) in enumerate(seen) if testing] == [67]
     assert [step for step, (_, drafts) in enumerate(seen[2:], 2) if drafts] == [66]
+
+
+def test_steps_that_are_passed_over_count_as_steps_of_the_pause():
+    switch, expected = DraftingSwitch(), decide(DraftingSwitch(), 0.75, 700)
+    decisions, num_looks = [], 0
+    for _ in range(700):
+        is_passed = switch.pass_over()
+        num_looks += not is_passed
+        decisions.append(not is_passed and switch.decide(0.75))
+    assert decisions == expected
+    assert num_looks < 700 / 6
+
+
+def test_nothing_is_passed_over_while_drafting():
+    switch = DraftingSwitch()
+    for _ in range(20):
+        assert not switch.pass_over()
+        assert switch.decide(1.25)
+
+
+def test_a_pause_is_looked_at_within_eight_steps():
+    switch = DraftingSwitch()
+    decide(switch, 0.75, 20)
+    passed = [switch.pass_over() or switch.decide(1.25) for _ in range(8)]
+    assert all(passed)
+    assert not switch.pass_over()

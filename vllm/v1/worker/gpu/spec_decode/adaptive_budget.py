@@ -1,5 +1,6 @@
 """The budget of the shipped engine: most tokens a second, by confidences and costs."""
 
+from collections import defaultdict
 from typing import Protocol
 
 import numpy as np
@@ -59,14 +60,29 @@ class AdaptiveBudget(BudgetPolicy):
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._switch = DraftingSwitch()
+        # By the number of requests, in doublings: what pays for one of them says
+        # nothing about eight.
+        self._switches: defaultdict[int, DraftingSwitch] = defaultdict(DraftingSwitch)
+        # Of the last step in which anything could be drafted.
+        self._switch = self._switches[0]
+        # Of the last step that was weighed, and whether there was another one since.
+        self._num_reqs = 0
+        self._is_passed_over = False
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
     ) -> BudgetChoice:
         """Weigh every number of drafts, and drafting itself."""
-        past = history.get_past_confidences(step.idx_mapping_np)
         num_reqs = step.num_sampling_reqs
+        is_same = step.num_drafts == 0 and num_reqs == self._num_reqs
+        self._is_passed_over = is_same and self._switch.pass_over()
+        if self._is_passed_over:
+            tokens_ms = self._costs.step_cost_without_drafting(
+                step.num_non_draft_tokens
+            )
+            return BudgetChoice(0, drafts_next=False, predicted_ms=tokens_ms)
+        self._num_reqs = num_reqs
+        past = history.get_past_confidences(step.idx_mapping_np)
         gains = expected_gains(past, step.num_drafts_np)
         costs_ms = self._costs.step_costs(
             num_reqs, step.num_non_draft_tokens, step.num_drafts
@@ -86,7 +102,9 @@ class AdaptiveBudget(BudgetPolicy):
         return BudgetChoice(draft_budget, drafts_next, predicted_ms)
 
     def observe_step(self, timing: StepTiming) -> None:
-        """Refine the costs."""
+        """Refine the costs, by the steps that were weighed."""
+        if self._is_passed_over:
+            return
         self._costs.observe(
             timing.num_draft_reqs,
             timing.num_tokens,
@@ -111,4 +129,5 @@ class AdaptiveBudget(BudgetPolicy):
         costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
         best = np.max((num_reqs + gains) / costs_ms)
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
+        self._switch = self._switches[num_reqs.bit_length()]
         return self._switch.decide(float(best / alone))

@@ -1,5 +1,7 @@
 """The draw of a draft, and the distributions that it was drawn from."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -11,6 +13,21 @@ from vllm.v1.worker.gpu.sample.random import draft_noise_keys
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.temperature import apply_temperature
 from vllm.v1.worker.gpu.spec_decode.confidence.certainty import compute_certainty
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the draws of one proposal share.
+
+    Args:
+        idx_mapping: [num_rows] int32, row -> request row.
+        keys: [num_speculative_tokens, num_rows] int64, of the noise.
+        is_greedy: [num_rows] uint8.
+    """
+
+    idx_mapping: torch.Tensor
+    keys: torch.Tensor
+    is_greedy: torch.Tensor
 
 
 class DraftSampler:
@@ -36,6 +53,7 @@ class DraftSampler:
         device: torch.device,
     ) -> None:
         self._states = sampling_states
+        self._num_drafts = config.num_speculative_tokens
         # What the logits' columns stand for; None: for the target's ids.
         self._draft_vocab: DraftVocab | None = None
         # Rows whose other columns have no chance; the rest was never written to, which
@@ -82,48 +100,60 @@ class DraftSampler:
         """
         return compute_certainty(logits, idx_mapping, self._states.temperature.gpu)
 
+    def begin(
+        self, idx_mapping: torch.Tensor, anchor: torch.Tensor, is_all_greedy: bool
+    ) -> Draws | None:
+        """Return what `sample` needs for the drafts of these rows.
+
+        Args:
+            idx_mapping: [num_rows] int32, row -> request row.
+            anchor: [num_rows] int64, position of the last known token.
+            is_all_greedy: from `prepare`; such drafts are judged by themselves alone.
+
+        Returns:
+            None if nothing is drawn.
+        """
+        if self.draft_logits is None or is_all_greedy:
+            return None
+        states, num_drafts = self._states, self._num_drafts
+        steps = torch.arange(1, num_drafts + 1, device=anchor.device)
+        keys = draft_noise_keys(
+            states.seeds.gpu[idx_mapping].repeat(num_drafts),
+            (anchor + steps.unsqueeze(1)).flatten(),
+            anchor.repeat(num_drafts),
+            states.is_seeded.gpu[idx_mapping].repeat(num_drafts),
+        )
+        is_greedy = states.temperature.gpu[idx_mapping] == 0
+        return Draws(idx_mapping, keys.view(num_drafts, -1), is_greedy.to(torch.uint8))
+
     def sample(
-        self,
-        logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        anchor: torch.Tensor,
-        step: int,
-        is_all_greedy: bool,
+        self, logits: torch.Tensor, step: int, draws: Draws | None
     ) -> torch.Tensor:
         """Return the next draft of each row, and keep what it was drawn from.
 
         Args:
             logits: [num_rows, draft_vocab_size] float32, changed in place.
-            idx_mapping: [num_rows] int32, row -> request row.
-            anchor: [num_rows] int64, position of the last known token.
             step: drafts of this proposal before this one.
-            is_all_greedy: from `prepare`; such a draft is judged by itself alone.
+            draws: from `begin`.
 
         Returns:
             [num_rows] int64, the target's ids.
         """
         vocab = self._draft_vocab
-        if self.draft_logits is None or is_all_greedy:
+        if draws is None:
             best = logits.argmax(dim=-1)
             return best if vocab is None else vocab.map_ids(best)
-        states = self._states
-        apply_temperature(logits, idx_mapping, states.temperature.gpu)
+        assert self.draft_logits is not None, "something is drawn"
+        apply_temperature(logits, draws.idx_mapping, self._states.temperature.gpu)
         _replace_broken_rows(logits)
-        keys = draft_noise_keys(
-            states.seeds.gpu[idx_mapping],
-            anchor + 1 + step,
-            anchor,
-            states.is_seeded.gpu[idx_mapping],
-        )
-        is_greedy = states.temperature.gpu[idx_mapping] == 0
-        places = idx_mapping.long()
+        places = draws.idx_mapping.long()
         if vocab is None:
             self.draft_logits[places, step] = logits
         else:
             self.draft_logits[places.unsqueeze(1), step, vocab.target_ids] = logits
             # A token's noise is that of its place in the target's vocabulary.
             logits = self.draft_logits[places, step]
-        return gumbel_argmax(logits, keys, is_greedy.to(torch.uint8))
+        return gumbel_argmax(logits, draws.keys[step], draws.is_greedy)
 
 
 def _replace_broken_rows(logits: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ _PATIENCE = 0.5
 # changes nothing: a try costs a proposal and a few drafts to verify.
 _FIRST_PAUSE = 64
 _MAX_PAUSE = 512
+# Steps of a pause from one look at what drafts would bring to the next.
+_LOOK_INTERVAL = 8
 
 
 class DraftingSwitch:
@@ -23,8 +25,22 @@ class DraftingSwitch:
         """Whether the drafts that this step can verify were proposed as a try."""
         return self._was_try
 
+    def pass_over(self) -> bool:
+        """Count a step of a pause without a look at what drafts would bring.
+
+        Returns:
+            False if there is no pause, or a look is due: `decide` is to be asked.
+        """
+        if self._num_paused % _LOOK_INTERVAL == 0 or self._num_paused >= self._pause:
+            return False
+        self._was_try = False
+        self._num_paused += 1
+        return True
+
     def decide(self, speedup: float) -> bool:
-        """Say whether to propose drafts at the end of this step; asked once a step.
+        """Say whether to propose drafts at the end of this step.
+
+        Asked once in each step that is not passed over.
 
         Args:
             speedup: tokens a second that drafts are expected to give, over those

@@ -103,8 +103,11 @@ class Speculator(ABC):
 
         Args:
             batch: of the step.
-            taps: as for `propose`.
+            taps: as for `propose`; they may be kept for a later step.
         """
+
+    def catch_up(self) -> None:  # noqa: B027 - most put nothing off
+        """Do now what was put off until the next proposal."""
 
     def observe_acceptance(
         self, batch: InputBatch, sampler_output: SamplerOutput

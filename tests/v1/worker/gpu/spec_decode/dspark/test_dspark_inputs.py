@@ -3,17 +3,32 @@ from dataclasses import fields
 import pytest
 import torch
 
+from vllm import _cpu_ops_torch, _custom_ops
 from vllm.v1.worker.gpu.spec_decode.dspark import inputs
 
-drops = pytest.mark.parametrize(
+slots_of = pytest.mark.parametrize(
     "impl",
-    [inputs._drop_rejected_slots_torch, inputs._drop_rejected_slots_triton],
-    ids=["torch", "triton"],
+    [
+        _cpu_ops_torch.context_slots,
+        inputs.find_context_slots,
+        inputs._find_context_slots_triton,
+    ],
+    ids=["torch", "chosen", "triton"],
 )
+
+
+def lay_out_torch(*arguments):
+    return inputs.BlockInputs(*_cpu_ops_torch.lay_out_blocks(*arguments))
+
+
+def lay_out_triton(*arguments):
+    return inputs.BlockInputs(*inputs._lay_out_blocks_triton(*arguments))
+
+
 layouts = pytest.mark.parametrize(
     "impl",
-    [inputs._lay_out_blocks_torch, inputs._lay_out_blocks_triton],
-    ids=["torch", "triton"],
+    [lay_out_torch, inputs.lay_out_blocks, lay_out_triton],
+    ids=["torch", "chosen", "triton"],
 )
 
 
@@ -21,46 +36,71 @@ def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def drop(impl, device, max_len):
+def find(impl, device, max_len):
     # Five tokens of a request that now has 8 computed, then two of one with 2.
     return impl(
-        torch.tensor([26, 27, 28, 29, 30, 4, 5], device=device),
-        torch.tensor([5, 6, 7, 8, 9, 0, 1], device=device),
+        int32([[1, 2, 3], [9, 9, 9], [6, 7, 8]], device),
+        int32([2, 0], device),
         int32([0, 5, 7], device),
-        int32([8, 2], device),
+        torch.tensor([5, 6, 7, 8, 9, 0, 1], device=device),
+        int32([2, 0, 8], device),
+        4,
         max_len,
     ).tolist()
 
 
-@drops
+@slots_of
 def test_rejected_drafts_are_no_context(impl, device):
-    assert drop(impl, device, 100) == [26, 27, 28, -1, -1, 4, 5]
+    assert find(impl, device, 100) == [29, 30, 31, -1, -1, 4, 5]
 
 
-@drops
+@slots_of
 def test_context_ends_where_the_drafters_does(impl, device):
-    assert drop(impl, device, 7) == [26, 27, -1, -1, -1, 4, 5]
+    assert find(impl, device, 7) == [29, 30, -1, -1, -1, 4, 5]
 
 
 @pytest.mark.parametrize("query_len", [1, 1023, 1024, 2049])
-def test_the_kernel_drops_what_its_twin_drops(query_len, device):
+@pytest.mark.parametrize(
+    "impl",
+    [inputs.find_context_slots, inputs._find_context_slots_triton],
+    ids=["chosen", "triton"],
+)
+def test_the_kernel_finds_the_slots_that_its_twin_finds(impl, query_len, device):
     generator = torch.Generator().manual_seed(query_len)
-    num_tokens = query_len + 4
-    slots = torch.randint(0, 10**6, (num_tokens,), generator=generator).to(device)
+    rows = torch.randint(0, 10**6, (5, 200), generator=generator)
     positions = torch.cat(
         [torch.arange(30, 30 + query_len), torch.arange(3), torch.arange(7, 8)]
-    ).to(device)
-    ends = int32([0, query_len, query_len + 3, num_tokens], device)
-    computed = int32([30 + query_len // 2, 3, 7], device)
-    args = (slots, positions, ends, computed, 1500)
-    expected = inputs._drop_rejected_slots_torch(*args)
-    assert torch.equal(inputs._drop_rejected_slots_triton(*args), expected)
+    )
+    args = (
+        int32(rows.tolist(), device),
+        int32([3, 0, 4], device),
+        int32([0, query_len, query_len + 3, query_len + 4], device),
+        positions.to(device),
+        int32([3, 0, 0, 30 + query_len // 2, 7], device),
+        16,
+        1500,
+    )
+    assert torch.equal(impl(*args), _cpu_ops_torch.context_slots(*args))
 
 
-def blocks(impl, device, max_len):
+def test_what_has_no_block_is_refused():
+    if not _custom_ops.has_cpu_ops():
+        pytest.skip("torch says so in its own words")
+    rows, one = int32([[1, 2]], "cpu"), int32([0, 1], "cpu")
+    arguments = [rows, int32([0], "cpu"), one, torch.tensor([8]), int32([9], "cpu")]
+    with pytest.raises(IndexError, match="no blocks"):
+        inputs.find_context_slots(*arguments, 4, 100)
+    arguments[1] = int32([1], "cpu")
+    with pytest.raises(IndexError, match="no blocks"):
+        inputs.find_context_slots(*arguments, 4, 5)
+    with pytest.raises(IndexError, match="no block"):
+        blocks(inputs.lay_out_blocks, "cpu", 100, anchors=(3, 10))
+
+
+def blocks(impl, device, max_len, anchors=(3, 6)):
     return impl(
         torch.tensor([70, 71], device=device),
-        torch.tensor([3, 6], device=device),
+        torch.tensor(anchors, device=device),
         3,
         99,
         int32([[5, 6, 7], [1, 2, 3]], device),
@@ -88,7 +128,10 @@ def test_what_has_no_place_is_not_written(impl, device):
 
 @pytest.mark.parametrize("num_slots", [1, 3, 4, 9])
 @pytest.mark.parametrize("num_reqs", [1, 5])
-def test_the_kernel_lays_out_blocks_as_its_twin_does(num_reqs, num_slots, device):
+@pytest.mark.parametrize(
+    "impl", [inputs.lay_out_blocks, lay_out_triton], ids=["chosen", "triton"]
+)
+def test_the_kernel_lays_out_blocks_as_its_twin_does(impl, num_reqs, num_slots, device):
     generator = torch.Generator().manual_seed(num_slots)
 
     def draw(high, *shape):
@@ -96,7 +139,6 @@ def test_the_kernel_lays_out_blocks_as_its_twin_does(num_reqs, num_slots, device
 
     table = draw(500, num_reqs, 6).to(torch.int32)
     args = (draw(1000, num_reqs), draw(20, num_reqs), num_slots, 99, table, 4, 22)
-    expected = inputs._lay_out_blocks_torch(*args)
-    got = inputs._lay_out_blocks_triton(*args)
+    expected, got = lay_out_torch(*args), impl(*args)
     for field in fields(inputs.BlockInputs):
         assert torch.equal(getattr(got, field.name), getattr(expected, field.name))

@@ -6,7 +6,10 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.model_loader import (
+    find_drafter_quantization,
+    load_model,
+)
 from vllm.model_executor.models.interfaces import CausalLM
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -65,13 +68,13 @@ class DraftModelSpeculator(Speculator):
         assert config.model is not None, "a draft model needs a path"
         assert config.draft_hf_config is not None, "a draft model needs its numbers"
         self._config = config
+        self._target_config = vllm_config.model_config
         self._draft_vllm_config = replace(
             vllm_config,
             model_config=replace(
                 vllm_config.model_config,
                 model=config.model,
                 hf_config=config.draft_hf_config,
-                quantization=_draft_quantization(vllm_config),
             ),
             speculative_config=None,
         )
@@ -92,7 +95,11 @@ class DraftModelSpeculator(Speculator):
         return self._sampler.draft_logits
 
     def load_model(self, target: CausalLM) -> None:
-        self._model = load_model(self._draft_vllm_config, self._device)
+        draft_config = self._draft_vllm_config
+        method = find_drafter_quantization(
+            self._target_config, draft_config.model_config.model, self._device
+        )
+        self._model = load_model(draft_config, self._device, method)
 
     def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
         specs = self._model.get_kv_cache_specs(block_size)
@@ -178,6 +185,7 @@ class DraftModelSpeculator(Speculator):
         query_start_loc = torch.arange(
             len(rows) + 1, dtype=torch.int32, device=self._device
         )
+        draws = self._sampler.begin(idx_mapping, anchor, is_all_greedy)
         drafts: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
         for step in range(num_drafts):
@@ -194,9 +202,7 @@ class DraftModelSpeculator(Speculator):
                 )
             logits = self._model.compute_logits(hidden_states)
             scores.append(self._sampler.score(logits, idx_mapping))
-            drafts.append(
-                self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
-            )
+            drafts.append(self._sampler.sample(logits, step, draws))
         # A draft is read from the token before it, which must have a place.
         num_read = (self._config.max_model_len - anchor).clamp(0, num_drafts)
         steps = torch.arange(num_drafts, device=self._device)
@@ -228,9 +234,3 @@ class DraftModelSpeculator(Speculator):
             hidden_states = self._model(inputs.input_ids, inputs.positions)
         assert isinstance(hidden_states, torch.Tensor), "nobody has asked for taps"
         return hidden_states
-
-
-def _draft_quantization(vllm_config: VllmConfig) -> str:
-    """Return the target's choice, but for the format of the target's own file."""
-    quantization = vllm_config.model_config.quantization
-    return "auto" if quantization == "gguf" else quantization

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
-from vllm.v1.worker.gpu.batch_layout import find_owners
-from vllm.v1.worker.gpu.block_table import PAD_SLOT_ID
 
 
 @dataclass(frozen=True)
@@ -27,32 +26,40 @@ class BlockInputs:
     seq_lens: torch.Tensor
 
 
-def drop_rejected_slots(
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
+def find_context_slots(
+    block_rows: torch.Tensor,
+    idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
     num_computed_tokens: torch.Tensor,
+    block_size: int,
     max_len: int,
 ) -> torch.Tensor:
     """Return the slots of a step's tokens, without those that are no context.
 
     Args:
-        slot_mapping: [num_tokens] int64, of the target.
-        positions: [num_tokens] int64.
+        block_rows: [max_num_reqs, max_blocks] int32, of the target.
+        idx_mapping: [num_reqs] int32, batch_idx -> request row.
         query_start_loc: [num_reqs + 1] int32.
-        num_computed_tokens: [num_reqs] int32, after the step: rejected drafts stand at
-            or behind it.
+        positions: [num_tokens] int64.
+        num_computed_tokens: [max_num_reqs] int32, after the step: rejected drafts stand
+            at or behind it.
+        block_size: tokens a cache block.
         max_len: positions that the drafter has.
 
     Returns:
         [num_tokens] int64; -1 for a token that is not to be written.
-
-    Twin: _drop_rejected_slots_torch.
     """
-    impl = _drop_rejected_slots_torch
-    if slot_mapping.is_cuda:
-        impl = _drop_rejected_slots_triton
-    return impl(slot_mapping, positions, query_start_loc, num_computed_tokens, max_len)
+    impl = _find_context_slots_triton if positions.is_cuda else ops.context_slots
+    return impl(
+        block_rows,
+        idx_mapping,
+        query_start_loc,
+        positions,
+        num_computed_tokens,
+        block_size,
+        max_len,
+    )
 
 
 def lay_out_blocks(
@@ -74,69 +81,44 @@ def lay_out_blocks(
         block_table: [R, num_blocks] int32.
         block_size: tokens a cache block.
         max_len: positions that the drafter and the cache have.
-
-    Twin: _lay_out_blocks_torch.
     """
-    impl = _lay_out_blocks_triton if anchor.is_cuda else _lay_out_blocks_torch
-    return impl(
-        anchor_ids, anchor, num_slots, mask_token_id, block_table, block_size, max_len
+    impl = _lay_out_blocks_triton if anchor.is_cuda else ops.lay_out_blocks
+    return BlockInputs(
+        *impl(
+            anchor_ids,
+            anchor,
+            num_slots,
+            mask_token_id,
+            block_table,
+            block_size,
+            max_len,
+        )
     )
 
 
-def _drop_rejected_slots_torch(
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
+def _find_context_slots_triton(
+    block_rows: torch.Tensor,
+    idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
     num_computed_tokens: torch.Tensor,
-    max_len: int,
-) -> torch.Tensor:
-    batch_idx = find_owners(query_start_loc[1:], len(positions))
-    is_context = positions < num_computed_tokens.clamp(max=max_len)[batch_idx]
-    return slot_mapping.masked_fill(~is_context, PAD_SLOT_ID)
-
-
-def _lay_out_blocks_torch(
-    anchor_ids: torch.Tensor,
-    anchor: torch.Tensor,
-    num_slots: int,
-    mask_token_id: int,
-    block_table: torch.Tensor,
     block_size: int,
     max_len: int,
-) -> BlockInputs:
-    positions = anchor.unsqueeze(1) + torch.arange(num_slots, device=anchor.device)
-    has_place = positions < max_len
-    places = positions.masked_fill(~has_place, 0)
-    slots = block_table.gather(1, places // block_size).long() * block_size
-    slots += places % block_size
-    input_ids = torch.full_like(positions, mask_token_id)
-    input_ids[:, 0] = anchor_ids
-    return BlockInputs(
-        input_ids.flatten(),
-        places.flatten(),
-        slots.masked_fill_(~has_place, PAD_SLOT_ID).flatten(),
-        (anchor + num_slots).clamp(max=max_len).to(torch.int32),
-    )
-
-
-def _drop_rejected_slots_triton(
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_computed_tokens: torch.Tensor,
-    max_len: int,
 ) -> torch.Tensor:
-    kept = torch.empty_like(slot_mapping)
-    _drop_rejected_slots_kernel[(len(num_computed_tokens),)](
-        slot_mapping,
-        positions,
+    slots = torch.empty_like(positions)
+    _find_context_slots_kernel[(len(idx_mapping),)](
+        block_rows,
+        block_rows.stride(0),
+        idx_mapping,
         query_start_loc,
+        positions,
         num_computed_tokens,
-        kept,
+        slots,
+        block_size,
         max_len,
         BLOCK_SIZE=1024,
     )
-    return kept
+    return slots
 
 
 def _lay_out_blocks_triton(
@@ -147,10 +129,10 @@ def _lay_out_blocks_triton(
     block_table: torch.Tensor,
     block_size: int,
     max_len: int,
-) -> BlockInputs:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_reqs, device = len(anchor), anchor.device
     num_tokens = num_reqs * num_slots
-    inputs = BlockInputs(
+    outputs = (
         torch.empty(num_tokens, dtype=torch.int64, device=device),
         torch.empty(num_tokens, dtype=torch.int64, device=device),
         torch.empty(num_tokens, dtype=torch.int64, device=device),
@@ -165,37 +147,41 @@ def _lay_out_blocks_triton(
         mask_token_id,
         block_size,
         max_len,
-        inputs.input_ids,
-        inputs.positions,
-        inputs.slot_mapping,
-        inputs.seq_lens,
+        *outputs,
         BLOCK_SIZE=triton.next_power_of_2(num_slots),
     )
-    return inputs
+    return outputs
 
 
 @triton.jit
-def _drop_rejected_slots_kernel(
-    slot_mapping_ptr,  # [num_tokens]
-    positions_ptr,  # [num_tokens]
+def _find_context_slots_kernel(
+    block_rows_ptr,  # [max_num_reqs, max_blocks]
+    block_rows_stride,
+    idx_mapping_ptr,  # [num_reqs]
     query_start_loc_ptr,  # [num_reqs + 1]
-    num_computed_tokens_ptr,  # [num_reqs]
-    kept_ptr,  # [num_tokens]
+    positions_ptr,  # [num_tokens]
+    num_computed_tokens_ptr,  # [max_num_reqs]
+    slots_ptr,  # [num_tokens]
+    block_size,
     max_len,
     BLOCK_SIZE: tl.constexpr,
 ):
     # One program per request.
     batch_idx = tl.program_id(0).to(tl.int64)
+    req_state_idx = tl.load(idx_mapping_ptr + batch_idx).to(tl.int64)
     start = tl.load(query_start_loc_ptr + batch_idx)
     end = tl.load(query_start_loc_ptr + batch_idx + 1)
-    context_len = tl.minimum(tl.load(num_computed_tokens_ptr + batch_idx), max_len)
+    num_computed = tl.load(num_computed_tokens_ptr + req_state_idx)
+    context_len = tl.minimum(num_computed, max_len)
+    row_ptr = block_rows_ptr + req_state_idx * block_rows_stride
     for first in range(start, end, BLOCK_SIZE):
         token_idx = first + tl.arange(0, BLOCK_SIZE)
         mask = token_idx < end
         position = tl.load(positions_ptr + token_idx, mask=mask, other=0)
-        slot = tl.load(slot_mapping_ptr + token_idx, mask=mask, other=-1)
-        slot = tl.where(position < context_len, slot, -1)
-        tl.store(kept_ptr + token_idx, slot, mask=mask)
+        is_context = mask & (position < context_len)
+        block_id = tl.load(row_ptr + position // block_size, mask=is_context, other=0)
+        slot = block_id.to(tl.int64) * block_size + position % block_size
+        tl.store(slots_ptr + token_idx, tl.where(is_context, slot, -1), mask=mask)
 
 
 @triton.jit

@@ -1,26 +1,28 @@
 """A block drafter reads the target's inner states and drafts several tokens a pass."""
 
-from dataclasses import replace
-
 import torch
 
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
+from vllm.model_executor.model_loader import find_drafter_quantization
 from vllm.model_executor.model_loader.dspark_loader import load_dspark_model
 from vllm.model_executor.models.interfaces import CausalLM
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.block_table import BlockTable
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.confidence.estimator import ConfidenceEstimator
 from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
+from vllm.v1.worker.gpu.spec_decode.dspark.context_queue import (
+    Context,
+    ContextQueue,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.inputs import (
-    drop_rejected_slots,
+    find_context_slots,
     lay_out_blocks,
 )
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
@@ -31,6 +33,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import (
     find_drafting_rows,
 )
 from vllm.v1.worker.gpu.states import RequestState
+
+# Of context that is not written at once while nothing is drafted: enough for products
+# at their best rate, and no burden for the proposal that needs them at last.
+_MAX_QUEUED_TOKENS = 64
 
 
 class DSparkSpeculator(Speculator):
@@ -65,6 +71,7 @@ class DSparkSpeculator(Speculator):
         assert config.model is not None, "a drafter needs a path"
         assert config.dspark_config is not None, "a drafter needs its numbers"
         self._path = config.model
+        self._target_config = vllm_config.model_config
         self._num_drafts = config.num_speculative_tokens
         self._max_len = config.max_model_len
         self._dspark_config = config.dspark_config
@@ -73,6 +80,7 @@ class DSparkSpeculator(Speculator):
         self._device = device
         self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._queue = ContextQueue(_MAX_QUEUED_TOKENS)
         vocab_size = vllm_config.model_config.vocab_size
         # Bounds the logits that exist at once.
         self._max_chunk_reqs = max(
@@ -94,7 +102,12 @@ class DSparkSpeculator(Speculator):
         """Read the weights, and make the target return what the drafter reads."""
         assert isinstance(target, DenseCausalLM), "its layers can be tapped"
         self._model = load_dspark_model(
-            self._path, self._dspark_config, target, self._max_len, self._device
+            self._path,
+            self._dspark_config,
+            target,
+            self._max_len,
+            self._device,
+            find_drafter_quantization(self._target_config, self._path, self._device),
         )
         if self._model.draft_vocab is not None:
             self._sampler.restrict(self._model.draft_vocab)
@@ -116,7 +129,7 @@ class DSparkSpeculator(Speculator):
         with set_forward_context(ForwardContext(None, self._kv_caches)):
             fused = self._model.combine_hidden_states(taps)
             places = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-            self._model.write_context_kv(fused, places)
+            self._model.write_context_kv(fused, places, None)
             places = torch.zeros(num_block_tokens, dtype=torch.int64, device=device)
             hidden = self._model(places, places)
         anchors = torch.zeros(num_reqs, dtype=torch.int64, device=device)
@@ -133,7 +146,8 @@ class DSparkSpeculator(Speculator):
         """Draft for the requests that have sampled; write the context of all."""
         # Before any block is run: a request may share cache blocks with another one
         # whose prompt was computed in this very step.
-        self.write_context(batch, taps)
+        self._queue_context(batch, taps)
+        self.catch_up()
         rows_np = find_drafting_rows(batch, self._req_states)
         if not len(rows_np):
             return None
@@ -142,20 +156,32 @@ class DSparkSpeculator(Speculator):
         return self._complete(batch, rows, self._draft(batch, rows, is_all_greedy))
 
     def write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
-        metadata = build_attn_metadata(batch, self._block_table)
-        slot_mapping = drop_rejected_slots(
-            metadata.slot_mapping,
+        self._queue_context(batch, taps)
+        if self._queue.is_full:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Write the context that is queued."""
+        if self._queue.is_empty:
+            return
+        context = self._queue.take()
+        with set_forward_context(ForwardContext(None, self._kv_caches)):
+            fused = self._model.combine_hidden_states(context.taps)
+            self._model.write_context_kv(fused, context.positions, context.slot_mapping)
+
+    def _queue_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
+        slot_mapping = find_context_slots(
+            self._block_table.rows,
+            batch.idx_mapping,
+            batch.layout.query_start_loc,
             batch.positions,
-            metadata.query_start_loc,
-            self._req_states.num_computed_tokens.gpu[batch.idx_mapping],
+            self._req_states.num_computed_tokens.gpu,
+            self._block_table.block_size,
             self._max_len,
         )
-        metadata = replace(metadata, slot_mapping=slot_mapping)
         # A token past the drafter's context has no rotation of its own.
         positions = batch.positions.clamp(max=self._max_len - 1)
-        with set_forward_context(ForwardContext(metadata, self._kv_caches)):
-            fused = self._model.combine_hidden_states(taps)
-            self._model.write_context_kv(fused, positions)
+        self._queue.add(Context(taps, positions, slot_mapping))
 
     def _draft(
         self, batch: InputBatch, rows: torch.Tensor, is_all_greedy: bool
@@ -273,6 +299,12 @@ class DSparkSpeculator(Speculator):
         # One product for all drafts, a draft's rows side by side.
         base = model.compute_base_logits(hidden.transpose(0, 1).flatten(0, 1))
         base = base.view(num_drafts, num_rows, -1)
+        draws = self._sampler.begin(idx_mapping, anchor, is_all_greedy)
+        if draws is None and model.can_walk:
+            drafts, walked = model.walk(base, anchor_ids)
+            scores = model.compute_confidence(hidden, walked)
+            assert scores is not None, "it has the head for them"
+            return drafts, scores
         state = model.initial_markov_state(num_rows, hidden)
         tokens, embeddings, certainty = [anchor_ids], [], []
         for step in range(num_drafts):
@@ -281,9 +313,7 @@ class DSparkSpeculator(Speculator):
             logits = base[step] if bias is None else base[step] + bias
             if model.confidence_head is None:
                 certainty.append(self._sampler.score(logits, idx_mapping))
-            tokens.append(
-                self._sampler.sample(logits, idx_mapping, anchor, step, is_all_greedy)
-            )
+            tokens.append(self._sampler.sample(logits, step, draws))
             if embedding is not None:
                 embeddings.append(embedding)
         embedded = torch.stack(embeddings, dim=1) if embeddings else None
