@@ -83,6 +83,28 @@ def test_logit_rows_are_the_last_tokens_of_sampling_requests(impl, device):
     assert sample_positions.tolist() == [6, 7, 8, 10]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "expected"),
+    [
+        ([3, 4, 1], [3, 0, 1], [0, 1, 2, 7]),
+        ([5], [1], [4]),
+        ([2, 1], [2, 1], [0, 1, 2]),
+    ],
+)
+def test_a_batch_tells_which_token_rows_have_logits(
+    num_tokens, num_rows, expected, device
+):
+    layout = make_layout(num_tokens, num_rows, device)
+    rows_np = np.arange(len(num_tokens), dtype=np.int32)
+    rows = torch.from_numpy(rows_np).to(device)
+    tokens = torch.arange(layout.num_tokens, device=device)
+    batch = ib.InputBatch(
+        list("abc")[: len(num_tokens)], rows_np, rows, layout, tokens, tokens, rows, 9,
+        rows_np, *ib.expand_logit_rows(layout, rows, tokens),
+    )  # fmt: skip
+    assert batch.take_logit_rows(tokens).tolist() == expected
+
+
 @update
 def test_rejected_drafts_are_neither_known_nor_computed(impl, device):
     layout = make_layout([3, 4, 1], [3, 0, 1], device)

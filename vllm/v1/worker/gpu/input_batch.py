@@ -51,6 +51,13 @@ class InputBatch:
         """Requests in the step."""
         return len(self.req_ids)
 
+    def take_logit_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return those of the token rows [num_tokens, ...] that have logits."""
+        # All of them, unless a prompt is computed.
+        if self.layout.num_logits == self.layout.num_tokens:
+            return values
+        return values[self.logits_indices]
+
 
 def gather_inputs(
     all_token_ids: torch.Tensor,

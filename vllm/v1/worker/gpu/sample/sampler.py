@@ -87,7 +87,7 @@ class SamplingRows:
             batch.expanded_idx_mapping,
             batch.expanded_local_pos,
             batch.sample_positions,
-            batch.input_ids[batch.logits_indices],
+            batch.take_logit_rows(batch.input_ids),
             all_token_ids,
             batch.layout,
         )
