@@ -81,6 +81,24 @@ class StepOps:
             raise IndexError("a logit row is not one of its request's token rows")
         return logits_indices, expanded_idx_mapping, local_pos, sample_positions
 
+    def gather_rows(
+        self, rows: torch.Tensor, idx_mapping: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
+        (max_num_reqs, width), (num_reqs,) = rows.shape, idx_mapping.shape
+        gathered = torch.empty((num_reqs, num_columns), dtype=torch.int32)
+        failed = self._c.gather_rows(
+            _address(rows, max_num_reqs, torch.int32),
+            max_num_reqs,
+            width,
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            num_columns,
+            gathered.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"{num_columns} columns of rows in {tuple(rows.shape)}")
+        return gathered
+
     def compute_slot_mapping(
         self,
         block_table: torch.Tensor,
@@ -308,6 +326,14 @@ class StepOps:
         )
         if failed:
             raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+
+    def greedy_argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        num_logits, vocab_size = logits.shape
+        token_ids = torch.empty(num_logits, dtype=torch.int64)
+        self._c.greedy_argmax(
+            *_matrix(logits, vocab_size), num_logits, vocab_size, token_ids.data_ptr()
+        )
+        return token_ids
 
     def likeliest_tokens(
         self, logits: torch.Tensor, num_candidates: int

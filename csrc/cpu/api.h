@@ -76,6 +76,9 @@ VLLM_API int64_t vllm_expand_logit_rows(
     int64_t num_reqs, const int64_t* positions, int64_t num_tokens, int64_t num_logits,
     int64_t* logits_indices, int32_t* expanded_idx_mapping, int32_t* expanded_local_pos,
     int64_t* sample_positions);
+VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int64_t width,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int64_t num_columns, int32_t* out);
 VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t stride,
                                            int64_t num_blocks,
                                            const int32_t* query_start_loc,
@@ -121,6 +124,8 @@ VLLM_API void vllm_noise_keys(const int64_t* seeds, const int64_t* positions,
                               int64_t num_keys, int64_t* keys);
 VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
                                   float* out);
+VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,
+                                 int64_t vocab_size, int64_t* out);
 VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,
                                  const uint8_t* is_greedy, int64_t num_rows,
                                  int64_t vocab_size, int64_t* out);

@@ -124,6 +124,14 @@ VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t
   });
 }
 
+VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,
+                                 int64_t vocab_size, int64_t* out) {
+  using namespace vllm;
+  parallel_for(num_rows, grain_for(vocab_size, 4096), [&](int64_t row) {
+    out[row] = argmax(logits + row * stride, vocab_size);
+  });
+}
+
 VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,
                                  const uint8_t* is_greedy, int64_t num_rows,
                                  int64_t vocab_size, int64_t* out) {

@@ -74,6 +74,16 @@ VLLM_API int64_t vllm_expand_logit_rows(
   return 0;
 }
 
+VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int64_t width,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int64_t num_columns, int32_t* out) {
+  using namespace vllm;
+  if (num_columns > width || !are_rows(idx_mapping, num_reqs, max_num_reqs)) return 1;
+  for (int64_t req = 0; req < num_reqs; ++req)
+    std::copy_n(rows + idx_mapping[req] * width, num_columns, out + req * num_columns);
+  return 0;
+}
+
 VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t stride,
                                            int64_t num_blocks,
                                            const int32_t* query_start_loc,

@@ -49,6 +49,17 @@ def test_greedy_rows_take_the_first_of_the_largest(ops):
     assert token_ids.tolist() == [1, 1, -1, 1]
 
 
+@native_ops
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1000])
+def test_the_greedy_operator_equals_greedy_rows(ops, vocab_size):
+    # Rounded logits have equals.
+    logits = (draw(9, vocab_size) * 4).round()
+    logits[1], logits[2, 0], logits[3] = -INF, math.nan, math.nan
+    keys, greedy = torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.uint8)
+    expected = _cpu_ops_torch.gumbel_argmax(logits, keys, greedy)
+    assert torch.equal(ops.greedy_argmax(logits), expected)
+
+
 @all_ops
 def test_only_tokens_above_minus_infinity_are_drawn(ops):
     logits = torch.full((50, 40), -INF)

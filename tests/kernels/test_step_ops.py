@@ -54,6 +54,13 @@ def test_a_position_without_a_block_is_refused(ops, position):
 
 
 @native_ops
+@pytest.mark.parametrize(("row", "num_columns"), [(2, 1), (-1, 1), (0, 9)])
+def test_rows_and_columns_that_do_not_exist_are_not_gathered(ops, row, num_columns):
+    with pytest.raises(IndexError, match="columns of rows"):
+        ops.gather_rows(TOKENS, int32(row), num_columns)
+
+
+@native_ops
 def test_rows_that_no_request_owns_are_refused(ops):
     verdicts = torch.zeros(3, dtype=torch.bool)
     with pytest.raises(IndexError, match="own 3 logit rows"):

@@ -64,6 +64,9 @@ class BlockTable:
             [num_reqs, ceil(max_seq_len / block_size)] int32, contiguous.
         """
         num_columns = triton.cdiv(max_seq_len, self.block_size)
+        native = ops.maybe_step_ops()
+        if native is not None and not idx_mapping.is_cuda:
+            return native.gather_rows(self.rows, idx_mapping, num_columns)
         return self.rows[:, :num_columns].index_select(0, idx_mapping)
 
 

@@ -66,6 +66,9 @@ def greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [num_logits, vocab_size] float32.
     """
+    native = ops.maybe_step_ops()
+    if native is not None and not logits.is_cuda:
+        return native.greedy_argmax(logits)
     num_logits = logits.shape[0]
     is_greedy = torch.ones(num_logits, dtype=torch.uint8, device=logits.device)
     # A greedy row reads no noise: any number will do as its key.

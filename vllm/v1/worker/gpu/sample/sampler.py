@@ -158,6 +158,8 @@ class Sampler:
         self.min_tokens = MinTokensState(max_num_reqs, device)
         self.penalties = PenaltiesState(max_num_reqs, vocab_size, device)
         self.bad_words = BadWordsState(max_num_reqs, device)
+        # [max_num_reqs] int32: what each request owns where all sample; not written to.
+        self._one_row = torch.ones(max_num_reqs, dtype=torch.int32, device=device)
         # [max_num_reqs] bits of Uses.
         self._uses_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS
@@ -287,7 +289,9 @@ class Sampler:
             logprobs_tensors = self._compute_logprobs(
                 scored, sampled, rows, logprob_rows
             )
-        num_rows = torch.diff(rows.layout.cu_num_logits)
+        num_rows = self._one_row[: len(logits)]
+        if len(logits) < rows.num_reqs:
+            num_rows = torch.diff(rows.layout.cu_num_logits)
         return SamplerOutput(
             spread_rows(sampled, rows.layout, fill=-1).unsqueeze(1),
             num_rows,
