@@ -1,10 +1,10 @@
-"""Share of a step that is not the model: scheduling, input preparation, outputs.
+"""Share of a step that is no model: scheduling, inputs, sampling, outputs.
 
-    .venv/bin/python benchmarks/host_overhead.py
+    .venv/bin/python benchmarks/host_overhead.py --num-requests 1 --adaptive
 
-32 requests run on the embedded model, in process. Once all of them decode, the parts
-of each step are timed. What is neither the forward pass nor the sampler counts as host
-work, also what no named part covers.
+Requests run on the embedded model, in process. Once all of them decode, the parts of
+each step are timed. What is neither the target, its output layer nor the drafter counts
+as host work, also what no named part covers.
 """
 
 import argparse
@@ -20,9 +20,11 @@ from typing import Any
 from compare_transformers import draw_prompts
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.model_executor.layers.dense_decoder import DenseCausalLM
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 # What is timed: where it is, its name there, and the part of the step it belongs to.
 PARTS: tuple[tuple[Any, str, str], ...] = (
@@ -33,9 +35,12 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (model_runner, "build_attn_metadata", "input preparation"),
     (OutputProcessor, "process_outputs", "output handling"),
     (model_runner.GPUModelRunner, "_forward", "forward pass"),
+    (DenseCausalLM, "compute_logits", "output layer"),
     (model_runner.GPUModelRunner, "_sample", "sampling"),
+    (DSparkSpeculator, "propose", "drafting"),
+    (DSparkSpeculator, "write_context", "drafting"),
 )
-MODEL_PARTS = ("forward pass", "sampling")
+MODEL_PARTS = ("forward pass", "output layer", "drafting")
 
 
 class Stopwatch:
@@ -63,7 +68,13 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
-def measure(num_requests: int, num_steps: int, input_len: int) -> dict[str, Any]:
+def measure(
+    num_requests: int,
+    num_steps: int,
+    input_len: int,
+    temperature: float,
+    speculation: dict[str, Any],
+) -> dict[str, Any]:
     """Return the medians of the parts of a step, in ms, and the share of host work."""
     watch = Stopwatch()
     for owner, name, part in PARTS:
@@ -73,12 +84,11 @@ def measure(num_requests: int, num_steps: int, input_len: int) -> dict[str, Any]
             max_model_len=2048,
             max_num_seqs=num_requests,
             use_tqdm_on_load=False,
-            # A drafter's pass would be counted as host work.
-            speculative_config=None,
+            **speculation,
         )
     )
     params = SamplingParams(
-        temperature=0.0, max_tokens=num_steps + num_requests + 64, ignore_eos=True
+        temperature=temperature, top_p=0.95, max_tokens=1024, ignore_eos=True
     )
     for index, prompt in enumerate(draw_prompts(0, num_requests, input_len)):
         engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
@@ -98,7 +108,8 @@ def measure(num_requests: int, num_steps: int, input_len: int) -> dict[str, Any]
         model_s = sum(watch.seconds[part] for part in MODEL_PARTS)
         steps["host"].append((elapsed_s - model_s) * 1e3)
     medians = {part: statistics.median(values) for part, values in steps.items()}
-    return {"ms": medians, "host_share": medians["host"] / medians["step"]}
+    # Of all steps: under speculation they are of several kinds.
+    return {"ms": medians, "host_share": sum(steps["host"]) / sum(steps["step"])}
 
 
 def _prefill(engine: LLMEngine, num_requests: int) -> None:
@@ -117,9 +128,19 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--num-steps", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=64, help="tokens a prompt")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--adaptive", action="store_true", help="with the embedded drafter"
+    )
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
-    figures = measure(args.num_requests, args.num_steps, args.input_len)
+    figures = measure(
+        args.num_requests,
+        args.num_steps,
+        args.input_len,
+        args.temperature,
+        {} if args.adaptive else {"speculative_config": None},
+    )
     print(f"{args.num_requests} requests, median of {args.num_steps} decode steps\n")
     for part, value_ms in figures["ms"].items():
         print(f"{part:20} {value_ms:8.3f} ms")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm import envs
+from vllm._cpu_ops_step import StepOps
 from vllm._cpu_ops_torch import block_row_bytes
 from vllm.logger import init_logger
 
@@ -43,6 +44,17 @@ _SHORT = {
     "vllm_reshape_and_cache": "pipippiiiii:i",
     "vllm_context_slots": "piippppiiiip:i",
     "vllm_lay_out_blocks": "ppiiipiiipppp:i",
+    "vllm_gather_inputs": "piippippipippp:i",
+    "vllm_expand_logit_rows": "pppipiipppp:i",
+    "vllm_gather_rows": "piipiip:i",
+    "vllm_compute_slot_mapping": "piipipiip:i",
+    "vllm_drafts_behind": "ppip:",
+    "vllm_take_accepted_prefix": "ppipiipp:i",
+    "vllm_post_update": "pippppipiipp:i",
+    "vllm_admit_drafts": "piippiip:i",
+    "vllm_read_curves": "ppiipiippiffiipp:i",
+    "vllm_count_outcomes": "pipiipppiii:i",
+    "vllm_noise_keys": "pppiip:",
 }
 _LONG = {
     "vllm_pack_weight": "piiip:",
@@ -55,7 +67,12 @@ _LONG = {
     "vllm_paged_attention": "pippipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
     "vllm_philox_uniform": "piip:",
+    "vllm_greedy_argmax": "piiip:",
     "vllm_gumbel_argmax": "pippiip:",
+    "vllm_likeliest_tokens": "piiiip:i",
+    "vllm_accept_drafts": "pipiiiippppiip:i",
+    "vllm_write_residual_logits": "pipiiiipppii:i",
+    "vllm_apply_temperature": "pippiii:i",
     "vllm_top_k_top_p": "pippii:",
     "vllm_logprob_stats": "pipiipp:i",
     "vllm_apply_bitmask": "pipipiii:i",
@@ -104,7 +121,7 @@ def _preload_openmp() -> None:
         logger.warning("torch's OpenMP runtime was not found: %s", error)
 
 
-class NativeOps:
+class NativeOps(StepOps):
     """The compiled operators of one library.
 
     Args:

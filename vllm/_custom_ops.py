@@ -14,6 +14,7 @@ import torch
 from vllm import _cpu_ops_torch
 from vllm._cpu_ops_decoder import DecoderLayerWeights, FusedLayers
 from vllm._cpu_ops_native import NativeOps, maybe_load_native_ops
+from vllm._cpu_ops_step import StepOps
 
 _native: NativeOps | None = maybe_load_native_ops()
 
@@ -21,6 +22,11 @@ _native: NativeOps | None = maybe_load_native_ops()
 def has_cpu_ops() -> bool:
     """Whether the compiled operators are built, run here, and are not switched off."""
     return _native is not None
+
+
+def maybe_step_ops() -> StepOps | None:
+    """Return the compiled operators whose twins stand beside their Triton kernels."""
+    return _native
 
 
 def _pick(x: torch.Tensor) -> NativeOps | ModuleType:

@@ -134,11 +134,89 @@ VLLM_API int64_t vllm_decoder_layers(const VllmDecoderLayer* layers, int64_t num
                                      const VllmStep* step, float* stream,
                                      int64_t stream_stride, float* const* kv_caches);
 
+// The integers of a step; the parameters are the Python functions'.
+VLLM_API int64_t vllm_gather_inputs(
+    const int32_t* all_token_ids, int64_t max_num_reqs, int64_t max_model_len,
+    const int32_t* total_len, const int64_t* draft_tokens, int64_t max_drafts,
+    const int32_t* num_computed_tokens, const int32_t* idx_mapping, int64_t num_reqs,
+    const int32_t* query_start_loc, int64_t num_tokens, int64_t* input_ids,
+    int64_t* positions, int32_t* seq_lens);
+VLLM_API int64_t vllm_expand_logit_rows(
+    const int32_t* cu_num_logits, const int32_t* query_start_loc, const int32_t* idx_mapping,
+    int64_t num_reqs, const int64_t* positions, int64_t num_tokens, int64_t num_logits,
+    int64_t* logits_indices, int32_t* expanded_idx_mapping, int32_t* expanded_local_pos,
+    int64_t* sample_positions);
+VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int64_t width,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int64_t num_columns, int32_t* out);
+VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t stride,
+                                           int64_t num_blocks,
+                                           const int32_t* query_start_loc,
+                                           int64_t num_reqs, const int64_t* positions,
+                                           int64_t num_tokens, int64_t block_size,
+                                           int64_t* slot_mapping);
+VLLM_API void vllm_drafts_behind(const int64_t* input_ids, const int32_t* local_pos,
+                                 int64_t num_logits, int64_t* drafts);
+VLLM_API int64_t vllm_take_accepted_prefix(const uint8_t* is_accepted,
+                                           const int64_t* token_ids, int64_t num_logits,
+                                           const int32_t* cu_num_logits, int64_t num_reqs,
+                                           int64_t width, int64_t* sampled,
+                                           int32_t* num_sampled);
+VLLM_API int64_t vllm_post_update(const int64_t* sampled_token_ids, int64_t width,
+                                  const int32_t* num_sampled, const int32_t* cu_num_logits,
+                                  const int32_t* query_start_loc,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int32_t* all_token_ids, int64_t max_num_reqs,
+                                  int64_t max_model_len, int32_t* total_len,
+                                  int32_t* num_computed_tokens);
+
+// What is known of drafts; parameters as in step.cpp.
+VLLM_API int64_t vllm_admit_drafts(const float* confidence_probs, int64_t max_num_reqs,
+                                   int64_t max_drafts, const int32_t* idx_mapping,
+                                   const int32_t* num_drafts, int64_t num_reqs,
+                                   int64_t draft_budget, int32_t* admitted);
+VLLM_API int64_t vllm_read_curves(const float* curves, const float* scores,
+                                  int64_t req_stride, int64_t stride,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int64_t num_drafts, const float* temperature,
+                                  const uint8_t* is_seeded, int64_t max_num_reqs, float low,
+                                  float knots_per_unit, int64_t num_knots, int64_t parts,
+                                  float* probs, int32_t* marks);
+VLLM_API int64_t vllm_count_outcomes(int32_t* counts, int64_t num_cells, int32_t* marks,
+                                     int64_t max_num_reqs, int64_t num_drafts,
+                                     const int32_t* idx_mapping,
+                                     const int32_t* cu_num_logits,
+                                     const int32_t* num_sampled, int64_t num_reqs,
+                                     int64_t num_bonus_tokens, int64_t parts);
+
+VLLM_API void vllm_noise_keys(const int64_t* seeds, const int64_t* positions,
+                              const int64_t* anchor_positions, int64_t purpose,
+                              int64_t num_keys, int64_t* keys);
 VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
                                   float* out);
+VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,
+                                 int64_t vocab_size, int64_t* out);
 VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,
                                  const uint8_t* is_greedy, int64_t num_rows,
                                  int64_t vocab_size, int64_t* out);
+VLLM_API int64_t vllm_likeliest_tokens(const float* logits, int64_t stride, int64_t num_rows,
+                                       int64_t vocab_size, int64_t count, int64_t* ids);
+VLLM_API int64_t vllm_accept_drafts(const float* target_logits, int64_t target_stride,
+                                    const float* draft_logits, int64_t draft_req_stride,
+                                    int64_t draft_stride, int64_t max_num_reqs,
+                                    int64_t max_drafts, const int64_t* draft_token_ids,
+                                    const float* uniform, const int32_t* idx_mapping,
+                                    const int32_t* local_pos, int64_t num_rows,
+                                    int64_t vocab_size, uint8_t* is_accepted);
+VLLM_API int64_t vllm_write_residual_logits(
+    float* target_logits, int64_t target_stride, const float* draft_logits,
+    int64_t draft_req_stride, int64_t draft_stride, int64_t max_num_reqs, int64_t max_drafts,
+    const uint8_t* is_rejected, const int32_t* idx_mapping, const int32_t* local_pos,
+    int64_t num_rows, int64_t vocab_size);
+VLLM_API int64_t vllm_apply_temperature(float* logits, int64_t stride,
+                                        const int32_t* idx_mapping,
+                                        const float* temperature, int64_t max_num_reqs,
+                                        int64_t num_rows, int64_t vocab_size);
 VLLM_API void vllm_top_k_top_p(float* logits, int64_t stride, const int32_t* k,
                                const float* p, int64_t num_rows, int64_t vocab_size);
 VLLM_API int64_t vllm_logprob_stats(const float* logits, int64_t stride,

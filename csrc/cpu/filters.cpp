@@ -1,25 +1,26 @@
-// What is done to rows of logits: top-k and top-p, log-probability statistics, bitmasks.
+// What is done to rows of logits: temperature, top-k and top-p, log-probability statistics, bitmasks.
 #include <algorithm>
 #include <limits>
 #include <vector>
 
 #include "api.h"
 #include "parallel.h"
-#include "vec.h"
+#include "softmax.h"
 
 namespace vllm {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-float row_max(const float* logits, int64_t size) {
-  Vec top = broadcast(-kInfinity);
-  for (int64_t start = 0; start < size; start += kLanes)
-    top = max(load_at(logits, start, size, -kInfinity), top);
-  return largest(top);
+// The logits of at least `least`, in order, without NaN.
+void collect(const float* logits, int64_t size, float least, std::vector<float>& found) {
+  found.clear();
+  for (int64_t start = 0; start < size; start += kLanes) {
+    const Vec values = load_at(logits, start, size, -kInfinity);
+    uint32_t bits = greater_equal(values, broadcast(least));
+    for (; bits != 0; bits &= bits - 1) found.push_back(logits[start + __builtin_ctz(bits)]);
+  }
 }
 
-// Finds the lowest logit that top-k and top-p keep.
+// Finds the lowest of some logits that top-k and top-p keep.
 //
 // Tokens go into bins by their distance to the largest logit. The distance is computed
 // by rounding operations that keep order, so bins are ordered as the logits are, and
@@ -34,8 +35,9 @@ class KeptLogits {
     fill_bins();
   }
 
-  // The lowest kept logit; -inf keeps all.
-  float lowest(int64_t k, double p) {
+  // The lowest kept logit; -inf keeps all. Top-p takes its share of the weight of these
+  // logits and of those below them.
+  float lowest(int64_t k, double p, double weight_below) {
     float by_k = -kInfinity;
     int last_bin = kBins - 1;
     if (k > 0) by_k = kth_largest(k, last_bin);
@@ -43,7 +45,7 @@ class KeptLogits {
     const std::vector<float> last = logits_of(last_bin, by_k);
     double last_weight = 0.0;
     for (const float logit : last) last_weight += weight(logit);
-    double total = last_weight;
+    double total = weight_below + last_weight;
     for (int bin = 0; bin < last_bin; ++bin) total += weights_[bin];
     double above = 0.0;
     for (int bin = 0; bin < last_bin; ++bin) {
@@ -132,6 +134,24 @@ class KeptLogits {
   std::vector<double> weights_;
 };
 
+// The lowest logit that top-k (if k > 0) and top-p keep, looked for among the likeliest:
+// most rows have few that are worth a closer look.
+float lowest_kept(const float* logits, int64_t size, float top, int64_t k, double p) {
+  thread_local std::vector<float> found;
+  const double total = k > 0 ? 0.0 : sum_of_exp<true>(logits, size, top);
+  // More than the roundings of the two sums.
+  const double wanted = p * (1.0 + 1e-6) * total;
+  for (float reach = 8.0f;; reach *= 2.0f) {
+    const bool takes_all = reach > 128.0f;
+    const float least = takes_all ? std::numeric_limits<float>::lowest() : top - reach;
+    collect(logits, size, least, found);
+    const int64_t count = static_cast<int64_t>(found.size());
+    const double weight = k > 0 ? 0.0 : sum_of_exp<true>(found.data(), count, top);
+    if (!takes_all && (count < k || weight < wanted)) continue;
+    return KeptLogits(found.data(), count, top).lowest(k, p, std::max(total - weight, 0.0));
+  }
+}
+
 void filter_row(float* logits, int64_t size, int64_t k, float p) {
   const bool has_k = k > 0 && k < size;
   if (!has_k && p >= 1.0f) return;
@@ -143,27 +163,13 @@ void filter_row(float* logits, int64_t size, int64_t k, float p) {
     return;
   }
   const float lowest =
-      KeptLogits(logits, size, top).lowest(has_k ? k : 0, static_cast<double>(p));
+      lowest_kept(logits, size, top, has_k ? k : 0, static_cast<double>(p));
   const Vec out = broadcast(-kInfinity);
   for (int64_t start = 0; start < size; start += kLanes) {
     const Vec values = load_at(logits, start, size, -kInfinity);
     const uint32_t kept = greater_equal(values, broadcast(lowest));
     store_at(logits, select(kept, values, out), start, size);
   }
-}
-
-double sum_of_exp(const float* logits, int64_t size, float top) {
-  double total = 0.0;
-  // Short float runs under a double keep the error near one float rounding.
-  constexpr int64_t kRun = 64 * kLanes;
-  for (int64_t run = 0; run < size; run += kRun) {
-    const int64_t end = std::min(run + kRun, size);
-    Vec partial = broadcast(0.0f);
-    for (int64_t start = run; start < end; start += kLanes)
-      partial = partial + exp(load_at(logits, start, size, -kInfinity) - broadcast(top));
-    total += static_cast<double>(sum(partial));
-  }
-  return total;
 }
 
 int32_t rank_of(const float* logits, int64_t size, float value) {
@@ -187,6 +193,25 @@ void mask_row(float* logits, int64_t size, const int32_t* bitmask) {
 }  // namespace
 }  // namespace vllm
 
+VLLM_API int64_t vllm_apply_temperature(float* logits, int64_t stride,
+                                        const int32_t* idx_mapping,
+                                        const float* temperature, int64_t max_num_reqs,
+                                        int64_t num_rows, int64_t vocab_size) {
+  using namespace vllm;
+  for (int64_t row = 0; row < num_rows; ++row)
+    if (idx_mapping[row] < 0 || idx_mapping[row] >= max_num_reqs) return 1;
+  parallel_for(num_rows, grain_for(vocab_size, 32768), [&](int64_t row) {
+    const float divisor = temperature[idx_mapping[row]];
+    if (divisor == 0.0f || divisor == 1.0f) return;
+    float* values = logits + row * stride;
+    for (int64_t start = 0; start < vocab_size; start += kLanes) {
+      const Vec quotient = load_at(values, start, vocab_size, 0.0f) / broadcast(divisor);
+      store_at(values, quotient, start, vocab_size);
+    }
+  });
+  return 0;
+}
+
 VLLM_API void vllm_top_k_top_p(float* logits, int64_t stride, const int32_t* k,
                                const float* p, int64_t num_rows, int64_t vocab_size) {
   using namespace vllm;
@@ -205,9 +230,10 @@ VLLM_API int64_t vllm_logprob_stats(const float* logits, int64_t stride,
     const float* values = logits + row * stride;
     const float top = row_max(values, vocab_size);
     const bool is_finite = top > -kInfinity && top < kInfinity;
-    logsumexp[row] = is_finite ? static_cast<float>(top + std::log(sum_of_exp(
-                                                              values, vocab_size, top)))
-                               : top;
+    logsumexp[row] = top;
+    if (is_finite)
+      logsumexp[row] =
+          static_cast<float>(top + std::log(sum_of_exp<false>(values, vocab_size, top)));
     rank[row] = rank_of(values, vocab_size, values[token_ids[row]]);
   });
   return 0;

@@ -35,8 +35,11 @@ int64_t argmax(const float* logits, int64_t size) {
     top = max(load_at(logits, start, size, -kInfinity), top);
   const float best = largest(top);
   if (best == -kInfinity) return -1;
-  for (int64_t token_id = 0; token_id < size; ++token_id)
-    if (logits[token_id] == best) return token_id;
+  for (int64_t start = 0; start < size; start += kLanes) {
+    const Vec values = load_at(logits, start, size, -kInfinity);
+    const uint32_t bits = greater_equal(values, broadcast(best));
+    if (bits != 0) return start + __builtin_ctz(bits);
+  }
   return -1;
 }
 
@@ -81,8 +84,34 @@ int64_t gumbel_argmax(const float* logits, int64_t size, int64_t seed) {
   return best.token_id;
 }
 
+// splitmix64's output function and the step of its state.
+constexpr uint64_t kGoldenGamma = 0x9E3779B97F4A7C15u;
+
+uint64_t mix64(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+  return value ^ (value >> 31);
+}
+
 }  // namespace
 }  // namespace vllm
+
+VLLM_API void vllm_noise_keys(const int64_t* seeds, const int64_t* positions,
+                              const int64_t* anchor_positions, int64_t purpose,
+                              int64_t num_keys, int64_t* keys) {
+  using namespace vllm;
+  // As many as vllm/v1/worker/gpu/sample/random.py has, and where distances begin.
+  constexpr uint64_t kNumPurposes = 4;
+  constexpr int kDistanceShift = 40;
+  for (int64_t i = 0; i < num_keys; ++i) {
+    const uint64_t position = static_cast<uint64_t>(positions[i]);
+    uint64_t stream = position * kNumPurposes + static_cast<uint64_t>(purpose) + 1;
+    if (anchor_positions != nullptr)
+      stream += (position - static_cast<uint64_t>(anchor_positions[i])) << kDistanceShift;
+    const uint64_t seed = mix64(static_cast<uint64_t>(seeds[i]) + kGoldenGamma);
+    keys[i] = static_cast<int64_t>(mix64(seed + stream * kGoldenGamma));
+  }
+}
 
 VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
                                   float* out) {
@@ -92,6 +121,14 @@ VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t
     for (int64_t start = 0; start < count; start += kLanes)
       store_at(out + row * count, philox_uniform16(key, static_cast<uint32_t>(start)), start,
                count);
+  });
+}
+
+VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,
+                                 int64_t vocab_size, int64_t* out) {
+  using namespace vllm;
+  parallel_for(num_rows, grain_for(vocab_size, 4096), [&](int64_t row) {
+    out[row] = argmax(logits + row * stride, vocab_size);
   });
 }
 

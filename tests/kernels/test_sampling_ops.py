@@ -5,6 +5,7 @@ import torch
 
 from tests.kernels.implementations import all_ops, native_ops
 from vllm import _cpu_ops_torch
+from vllm.v1.worker.gpu.sample.logprob import _likeliest_by_key
 
 INF = math.inf
 KEYS = [0, 1, -1, 123456789012345, -987654321098765, 2**62, -(2**63)]
@@ -46,6 +47,17 @@ def test_greedy_rows_take_the_first_of_the_largest(ops):
     greedy = torch.ones(4, dtype=torch.uint8)
     token_ids = ops.gumbel_argmax(logits, torch.zeros(4, dtype=torch.int64), greedy)
     assert token_ids.tolist() == [1, 1, -1, 1]
+
+
+@native_ops
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1000])
+def test_the_greedy_operator_equals_greedy_rows(ops, vocab_size):
+    # Rounded logits have equals.
+    logits = (draw(9, vocab_size) * 4).round()
+    logits[1], logits[2, 0], logits[3] = -INF, math.nan, math.nan
+    keys, greedy = torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.uint8)
+    expected = _cpu_ops_torch.gumbel_argmax(logits, keys, greedy)
+    assert torch.equal(ops.greedy_argmax(logits), expected)
 
 
 @all_ops
@@ -124,6 +136,20 @@ def test_top_p_counts_only_what_top_k_left(ops):
 @all_ops
 def test_filtered_rows_lose_their_nan(ops):
     assert kept(ops, [1.0, math.nan, 2.0, 3.0], 2, 1.0) == [2, 3]
+    assert kept(ops, [1.0, math.nan, 2.0, 3.0], 0, 0.9) == [2, 3]
+
+
+@all_ops
+@pytest.mark.parametrize("gap", [5.0, 12.0, 40.0, 300.0])
+def test_the_border_may_lie_far_below_the_likeliest_token(ops, gap):
+    row = [0.0, *(-gap - index / 1000 for index in range(1500))]
+    assert kept(ops, row, 700, 1.0) == list(range(700))
+    # Half of what the unlikely ones have together, where float32 can tell it from 1.
+    rest = sum(map(math.exp, row[1:]))
+    p = (1 + rest / 2) / (1 + rest)
+    half = 1 + math.log(2 / (1 + math.exp(-1.5))) * 1000
+    expected = half if gap < 20 else len(row)
+    assert len(kept(ops, row, 0, p)) == pytest.approx(expected, abs=2)
 
 
 @native_ops
@@ -140,6 +166,27 @@ def test_filters_equal_the_twin(ops, scale):
     _cpu_ops_torch.top_k_top_p(expected, k, p)
     ops.top_k_top_p(logits, k, p)
     assert torch.equal(logits, expected)
+
+
+@native_ops
+# A list of candidates, and more than a list is good for.
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 65, 1000, 2002])
+@pytest.mark.parametrize("step", [1e-4, 0.5])
+def test_the_likeliest_tokens_equal_the_twin(ops, count, step):
+    # In steps of a half most tokens have equals.
+    logits = (draw(9, 2003) / step).round() * step
+    logits[3, 5:] = -INF
+    logits[4] = logits[4].sort().values
+    expected = _likeliest_by_key(logits, count)
+    assert torch.equal(ops.likeliest_tokens(logits, count), expected)
+
+
+@native_ops
+def test_what_is_no_number_is_the_least_likely(ops):
+    logits = torch.tensor([[math.nan, -INF, 2.0, math.nan, INF, -INF]])
+    assert ops.likeliest_tokens(logits, 6).tolist() == [[4, 2, 1, 5, 0, 3]]
+    with pytest.raises(IndexError, match="7 of 6 tokens"):
+        ops.likeliest_tokens(logits, 7)
 
 
 @all_ops

@@ -3,14 +3,18 @@ import torch
 
 from vllm.v1.worker.gpu import block_table as bt
 
-both = pytest.mark.parametrize(
+all_forms = pytest.mark.parametrize(
     "impl",
-    [bt._compute_slot_mapping_torch, bt._compute_slot_mapping_triton],
-    ids=["torch", "triton"],
+    [
+        bt._compute_slot_mapping_torch,
+        bt._compute_slot_mapping_triton,
+        bt.compute_slot_mapping,
+    ],
+    ids=["torch", "triton", "picked"],
 )
 
 
-@both
+@all_forms
 def test_a_slot_is_block_times_size_plus_offset(impl, device):
     blocks = torch.tensor([[7, 2], [4, 9]], dtype=torch.int32, device=device)
     query_start_loc = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)

@@ -5,16 +5,22 @@ import torch
 from vllm.v1.worker.gpu import input_batch as ib
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
 
+# What is picked on a CPU is the compiled operator, where it is built.
+IDS = ["torch", "triton", "picked"]
 gather = pytest.mark.parametrize(
-    "impl", [ib._gather_inputs_torch, ib._gather_inputs_triton], ids=["torch", "triton"]
+    "impl",
+    [ib._gather_inputs_torch, ib._gather_inputs_triton, ib.gather_inputs],
+    ids=IDS,
 )
 expand = pytest.mark.parametrize(
     "impl",
-    [ib._expand_logit_rows_torch, ib._expand_logit_rows_triton],
-    ids=["torch", "triton"],
+    [ib._expand_logit_rows_torch, ib._expand_logit_rows_triton, ib.expand_logit_rows],
+    ids=IDS,
 )
 update = pytest.mark.parametrize(
-    "impl", [ib._post_update_torch, ib._post_update_triton], ids=["torch", "triton"]
+    "impl",
+    [ib._post_update_torch, ib._post_update_triton, ib.post_update],
+    ids=IDS,
 )
 
 
@@ -77,6 +83,28 @@ def test_logit_rows_are_the_last_tokens_of_sampling_requests(impl, device):
     assert sample_positions.tolist() == [6, 7, 8, 10]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "expected"),
+    [
+        ([3, 4, 1], [3, 0, 1], [0, 1, 2, 7]),
+        ([5], [1], [4]),
+        ([2, 1], [2, 1], [0, 1, 2]),
+    ],
+)
+def test_a_batch_tells_which_token_rows_have_logits(
+    num_tokens, num_rows, expected, device
+):
+    layout = make_layout(num_tokens, num_rows, device)
+    rows_np = np.arange(len(num_tokens), dtype=np.int32)
+    rows = torch.from_numpy(rows_np).to(device)
+    tokens = torch.arange(layout.num_tokens, device=device)
+    batch = ib.InputBatch(
+        list("abc")[: len(num_tokens)], rows_np, rows, layout, tokens, tokens, rows, 9,
+        rows_np, *ib.expand_logit_rows(layout, rows, tokens),
+    )  # fmt: skip
+    assert batch.take_logit_rows(tokens).tolist() == expected
+
+
 @update
 def test_rejected_drafts_are_neither_known_nor_computed(impl, device):
     layout = make_layout([3, 4, 1], [3, 0, 1], device)
@@ -137,11 +165,11 @@ def test_kernels_match_their_twins(num_reqs, device):
     where = (rows, layout.query_start_loc, layout.num_tokens)
     arguments = (tokens, total_len, drafts, num_computed, *where)
     twin = ib._gather_inputs_torch(*arguments)
-    for actual, expected in zip(
-        ib._gather_inputs_triton(*arguments), twin, strict=True
-    ):
-        assert torch.equal(actual, expected)
+    for impl in (ib._gather_inputs_triton, ib.gather_inputs):
+        for actual, expected in zip(impl(*arguments), twin, strict=True):
+            assert torch.equal(actual, expected)
     expected_rows = ib._expand_logit_rows_torch(layout, rows, twin[1])
-    actual_rows = ib._expand_logit_rows_triton(layout, rows, twin[1])
-    for actual, expected in zip(actual_rows, expected_rows, strict=True):
-        assert torch.equal(actual, expected)
+    for impl in (ib._expand_logit_rows_triton, ib.expand_logit_rows):
+        actual_rows = impl(layout, rows, twin[1])
+        for actual, expected in zip(actual_rows, expected_rows, strict=True):
+            assert torch.equal(actual, expected)

@@ -103,6 +103,8 @@ class DraftLedger:
         self._batch_idx: dict[str, int] = {}
         # (batch_idx, verified, accepted) of each settled proposal.
         self._settled: list[tuple[int, int, int]] = []
+        # Survivals of a step with its settled proposals, up to the next calibration.
+        self._judged: list[tuple[np.ndarray, list[tuple[int, int, int]]]] = []
 
     def open_step(
         self,
@@ -166,10 +168,7 @@ class DraftLedger:
         )
         settled, self._settled = self._settled, []
         if self._survivals is not None and settled:
-            batch_idx, num_verified, num_accepted = np.array(settled).T
-            self._calibration.observe(
-                self._survivals[batch_idx], num_verified, num_accepted
-            )
+            self._judged.append((self._survivals, settled))
 
     def report(self, stats: SchedulerStats, *, is_idle: bool) -> None:
         """Put what came together since the last call into `stats`.
@@ -188,8 +187,18 @@ class DraftLedger:
         now = self._clock()
         # Its many numbers tell little of a single step.
         if is_idle or now - self._last_report_s >= _CALIBRATION_INTERVAL_S:
+            self._observe_judged()
             stats.calibration = self._calibration.take_stats()
             self._last_report_s = now
+
+    def _observe_judged(self) -> None:
+        """Calibrate by the proposals since the last time, all at once."""
+        judged, self._judged = self._judged, []
+        if not judged:
+            return
+        survivals = [values[[row for row, *_ in rows]] for values, rows in judged]
+        counts = np.array([row[1:] for _, rows in judged for row in rows])
+        self._calibration.observe(np.concatenate(survivals), *counts.T)
 
     def _trace(
         self, request_id: str, counts: DraftCounts, step: SpecDecodingStep

@@ -35,7 +35,7 @@ class ScheduledStep:
         """Requests in the step."""
         return len(self.num_tokens_np)
 
-    @property
+    @cached_property
     def num_sampling_reqs(self) -> int:
         """Requests that get a token, whatever becomes of their drafts."""
         return int(self.is_sampling_np.sum())
@@ -45,12 +45,12 @@ class ScheduledStep:
         """Scheduled drafts."""
         return int(self.num_drafts_np.sum())
 
-    @property
+    @cached_property
     def num_non_draft_tokens(self) -> int:
         """Tokens that the target computes also if no draft is verified."""
         return int(self.num_tokens_np.sum()) - self.num_drafts
 
-    @property
+    @cached_property
     def num_bonus_rows_np(self) -> np.ndarray:
         """[num_reqs] int32: logit rows beside the drafts'."""
         return self.is_sampling_np.astype(np.int32) * self.num_bonus_tokens
@@ -89,34 +89,34 @@ class BatchLayout:
         """Requests in the step."""
         return len(self.num_scheduled_tokens_np)
 
-    @property
+    @cached_property
     def is_sampling_np(self) -> np.ndarray:
         """[num_reqs] bool: who owns a row, in either layout."""
         return np.diff(self.cu_num_logits_np) > 0
 
-    @property
+    @cached_property
     def num_scheduled_drafts(self) -> int:
         """Drafts that the scheduler gave the step."""
         if self.num_draft_tokens_per_req is None:
             return 0
         return int(self.num_draft_tokens_per_req.sum())
 
-    @property
+    @cached_property
     def num_trimmed_drafts(self) -> int:
         """Scheduled drafts that are not verified."""
         return self.num_scheduled_drafts - self.draft_budget
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens that the target computes, exactly."""
         return int(self.num_scheduled_tokens_np.sum()) - self.num_trimmed_drafts
 
-    @property
+    @cached_property
     def num_logits(self) -> int:
         """Logit rows that exist, exactly."""
         return self.max_num_logits - self.num_trimmed_drafts
 
-    @property
+    @cached_property
     def max_num_logits(self) -> int:
         """Rows of the scheduled layout: the bound of buffers and grids."""
         return int(self.cu_num_logits_np[-1])

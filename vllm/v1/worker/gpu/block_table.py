@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
@@ -63,6 +64,9 @@ class BlockTable:
             [num_reqs, ceil(max_seq_len / block_size)] int32, contiguous.
         """
         num_columns = triton.cdiv(max_seq_len, self.block_size)
+        native = ops.maybe_step_ops()
+        if native is not None and not idx_mapping.is_cuda:
+            return native.gather_rows(self.rows, idx_mapping, num_columns)
         return self.rows[:, :num_columns].index_select(0, idx_mapping)
 
 
@@ -83,13 +87,12 @@ def compute_slot_mapping(
     Returns:
         [num_tokens] int64: block id * block_size + offset.
     """
+    impl = _compute_slot_mapping_torch
     if positions.is_cuda:
-        return _compute_slot_mapping_triton(
-            block_table, query_start_loc, positions, block_size
-        )
-    return _compute_slot_mapping_torch(
-        block_table, query_start_loc, positions, block_size
-    )
+        impl = _compute_slot_mapping_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.compute_slot_mapping
+    return impl(block_table, query_start_loc, positions, block_size)
 
 
 def _compute_slot_mapping_torch(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, find_owners
 
@@ -50,6 +51,13 @@ class InputBatch:
         """Requests in the step."""
         return len(self.req_ids)
 
+    def take_logit_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return those of the token rows [num_tokens, ...] that have logits."""
+        # All of them, unless a prompt is computed.
+        if self.layout.num_logits == self.layout.num_tokens:
+            return values
+        return values[self.logits_indices]
+
 
 def gather_inputs(
     all_token_ids: torch.Tensor,
@@ -76,7 +84,11 @@ def gather_inputs(
         positions: [num_tokens] int64.
         seq_lens: [num_reqs] int32.
     """
-    impl = _gather_inputs_triton if idx_mapping.is_cuda else _gather_inputs_torch
+    impl = _gather_inputs_torch
+    if idx_mapping.is_cuda:
+        impl = _gather_inputs_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.gather_inputs
     return impl(
         all_token_ids,
         total_len,
@@ -164,10 +176,18 @@ def expand_logit_rows(
         expanded_local_pos: [num_logits] int32.
         sample_positions: [num_logits] int64.
     """
-    impl = (
-        _expand_logit_rows_triton if idx_mapping.is_cuda else _expand_logit_rows_torch
+    if idx_mapping.is_cuda:
+        return _expand_logit_rows_triton(layout, idx_mapping, positions)
+    native = ops.maybe_step_ops()
+    if native is None:
+        return _expand_logit_rows_torch(layout, idx_mapping, positions)
+    return native.expand_logit_rows(
+        layout.cu_num_logits,
+        layout.query_start_loc,
+        layout.num_logits,
+        idx_mapping,
+        positions,
     )
-    return impl(layout, idx_mapping, positions)
 
 
 def _expand_logit_rows_torch(
@@ -233,16 +253,14 @@ def post_update(
         num_computed_tokens: [max_num_reqs] int32, changed in place; rejected drafts
             are not computed tokens.
     """
-    impl = _post_update_triton if idx_mapping.is_cuda else _post_update_torch
-    impl(
-        sampled_token_ids,
-        num_sampled,
-        layout,
-        idx_mapping,
-        all_token_ids,
-        total_len,
-        num_computed_tokens,
-    )
+    rows = idx_mapping, all_token_ids, total_len, num_computed_tokens
+    if idx_mapping.is_cuda:
+        _post_update_triton(sampled_token_ids, num_sampled, layout, *rows)
+    elif (native := ops.maybe_step_ops()) is not None:
+        offsets = layout.cu_num_logits, layout.query_start_loc
+        native.post_update(sampled_token_ids, num_sampled, *offsets, *rows)
+    else:
+        _post_update_torch(sampled_token_ids, num_sampled, layout, *rows)
 
 
 def _post_update_torch(

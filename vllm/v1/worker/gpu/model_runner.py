@@ -350,7 +350,7 @@ class GPUModelRunner:
         hidden_states: torch.Tensor,
         grammar_output: GrammarOutput | None,
     ) -> SamplerOutput:
-        logits = self.model.compute_logits(hidden_states[batch.logits_indices])
+        logits = self.model.compute_logits(batch.take_logit_rows(hidden_states))
         rows = SamplingRows.from_batch(batch, self.req_states.all_token_ids.gpu)
         apply_grammar = None
         if grammar_output is not None:

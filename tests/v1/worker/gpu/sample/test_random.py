@@ -31,8 +31,9 @@ def test_keys_follow_the_rule_in_plain_integers(purpose, device):
         stream = position * 4 + purpose + 1
         key = _mix64(_mix64((seed + golden_gamma) & mask) + stream * golden_gamma)
         expected.append(key - 2**64 if key >= 2**63 else key)
-    keys = _noise_keys_torch(_int64(SEEDS, device), _int64(POSITIONS, device), purpose)
-    assert keys.tolist() == expected
+    for impl in (_noise_keys_torch, noise_keys):
+        keys = impl(_int64(SEEDS, device), _int64(POSITIONS, device), purpose)
+        assert keys.tolist() == expected
 
 
 @pytest.mark.parametrize("num_keys", [1, 127, 128, 257])
@@ -43,8 +44,9 @@ def test_key_kernel_equals_its_twin(num_keys, device):
     positions = torch.arange(num_keys, device=device)
     for anchor_positions in (None, positions // 2):
         expected = _noise_keys_torch(seeds, positions, Purpose.ACCEPT, anchor_positions)
-        actual = _noise_keys_triton(seeds, positions, Purpose.ACCEPT, anchor_positions)
-        assert torch.equal(actual, expected)
+        for impl in (_noise_keys_triton, noise_keys):
+            actual = impl(seeds, positions, Purpose.ACCEPT, anchor_positions)
+            assert torch.equal(actual, expected)
 
 
 def test_no_seed_position_or_purpose_shares_a_key(device):
@@ -54,7 +56,7 @@ def test_no_seed_position_or_purpose_shares_a_key(device):
     assert len(keys.unique()) == 20 * 50 * len(Purpose)
 
 
-@pytest.mark.parametrize("impl", [_noise_keys_torch, _noise_keys_triton])
+@pytest.mark.parametrize("impl", [_noise_keys_torch, _noise_keys_triton, noise_keys])
 def test_the_distance_to_the_anchor_lies_above_the_position(impl, device):
     mask, golden_gamma = 2**64 - 1, 0x9E3779B97F4A7C15
     stream = 1000 * 4 + Purpose.DRAFT + 1 + (3 << 40)

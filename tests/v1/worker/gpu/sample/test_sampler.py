@@ -8,6 +8,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
 from vllm.v1.worker.gpu.sample.sampler import Sampler, SamplingRows
+from vllm.v1.worker.gpu.sample.uses import Uses
 
 VOCAB_SIZE = 12
 GREEDY = {"temperature": 0.0}
@@ -102,6 +103,21 @@ MIXED = [
     SamplingParams(**GREEDY, min_tokens=9, all_stop_token_ids=[2, 8]),
     SamplingParams(seed=5, logprobs=3, logprob_token_ids=[6, 0]),
 ]
+
+
+def test_a_step_uses_what_one_of_its_requests_asks_for(device):
+    biased = SamplingParams(**GREEDY, logit_bias={3: 1.0})
+    step = Step(device, SamplingParams(**GREEDY), biased, SamplingParams(min_p=0.1))
+
+    def uses(*rows):
+        return step.sampler.find_uses(np.array(rows))
+
+    assert uses(0) == 0
+    assert uses(0, 1) == Uses.LOGIT_BIAS
+    assert uses(1, 2) == Uses.LOGIT_BIAS | Uses.NOISE | Uses.MIN_P
+    step.sampler.remove_request(1)
+    step.sampler.add_request(1, "next", SamplingParams(**GREEDY), [0], [0])
+    assert uses(0, 1) == 0
 
 
 def test_every_request_of_a_mixed_batch_is_sampled_as_if_alone(device):

@@ -1,8 +1,10 @@
 import numpy as np
+import pytest
 import torch
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
+from vllm.v1.worker.gpu.sample.uses import Uses
 
 VOCAB_SIZE = 100
 
@@ -31,25 +33,29 @@ def test_a_request_fills_its_row(device):
 def test_top_k_of_the_whole_vocabulary_is_no_filter(device):
     states = _states(device, SamplingParams(top_k=VOCAB_SIZE), SamplingParams(top_k=-1))
     assert states.top_k.np.tolist() == [0, 0]
-    assert not states.uses_top_k_top_p(np.array([0, 1]))
+    assert [states.find_uses(row) for row in (0, 1)] == [Uses.NOISE] * 2
 
 
-def test_only_the_requests_of_the_step_decide_what_runs(device):
-    states = _states(
-        device,
-        SamplingParams(temperature=0.0),
-        SamplingParams(),
-        SamplingParams(temperature=0.7, top_p=0.5, min_p=0.1),
-    )
-    greedy, plain, filtered = np.array([0]), np.array([0, 1]), np.array([1, 2])
-    assert states.is_all_greedy(greedy)
-    assert not states.is_all_greedy(plain)
-    assert not states.uses_temperature(plain)
-    assert states.uses_temperature(filtered)
-    assert not states.uses_min_p(plain)
-    assert states.uses_min_p(filtered)
-    assert not states.uses_top_k_top_p(plain)
-    assert states.uses_top_k_top_p(filtered)
+def test_a_request_is_greedy_by_its_own_temperature(device):
+    states = _states(device, SamplingParams(temperature=0.0), SamplingParams())
+    assert states.is_all_greedy(np.array([0]))
+    assert not states.is_all_greedy(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("params", "uses"),
+    [
+        ({"temperature": 0.0}, 0),
+        ({}, Uses.NOISE),
+        ({"temperature": 0.7}, Uses.NOISE | Uses.TEMPERATURE),
+        ({"min_p": 0.1}, Uses.NOISE | Uses.MIN_P),
+        ({"top_k": 5}, Uses.NOISE | Uses.TOP_K_TOP_P),
+        ({"top_p": 0.5}, Uses.NOISE | Uses.TOP_K_TOP_P),
+        ({"temperature": 0.0, "logprobs": 0}, Uses.LOGPROBS),
+    ],
+)
+def test_a_request_uses_what_its_numbers_ask_for(params, uses, device):
+    assert _states(device, SamplingParams(**params)).find_uses(0) == uses
 
 
 def test_requests_without_a_seed_get_different_ones_that_outlive_a_preemption(device):

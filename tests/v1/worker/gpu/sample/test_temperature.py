@@ -7,14 +7,14 @@ from vllm.v1.worker.gpu.sample.temperature import (
     apply_temperature,
 )
 
-both = pytest.mark.parametrize(
+all_forms = pytest.mark.parametrize(
     "impl",
-    [_apply_temperature_torch, _apply_temperature_triton],
-    ids=["torch", "triton"],
+    [_apply_temperature_torch, _apply_temperature_triton, apply_temperature],
+    ids=["torch", "triton", "picked"],
 )
 
 
-@both
+@all_forms
 def test_divides_each_row_by_its_requests_temperature(impl, device):
     logits = torch.tensor([[1.0, -2.0]], device=device).repeat(4, 1)
     temperature = torch.tensor([0.5, 0.0, 1.0, 4.0], device=device)
@@ -31,7 +31,9 @@ def test_kernel_matches_reference(vocab_size, device):
     logits[0, 0] = float("-inf")
     rows = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
     temperature = torch.tensor([0.0, 0.7], device=device)
-    expected, actual = logits.clone(), logits.clone()
-    apply_temperature(expected, rows, temperature)
-    _apply_temperature_triton(actual, rows, temperature)
-    assert torch.equal(actual, expected)
+    expected = logits.clone()
+    _apply_temperature_torch(expected, rows, temperature)
+    for impl in (_apply_temperature_triton, apply_temperature):
+        actual = logits.clone()
+        impl(actual, rows, temperature)
+        assert torch.equal(actual, expected)

@@ -4,10 +4,13 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.accept_drafts import (
     _accept_drafts_torch,
     _accept_drafts_triton,
+    accept_drafts,
 )
 
-both = pytest.mark.parametrize(
-    "impl", [_accept_drafts_torch, _accept_drafts_triton], ids=["torch", "triton"]
+all_forms = pytest.mark.parametrize(
+    "impl",
+    [_accept_drafts_torch, _accept_drafts_triton, accept_drafts],
+    ids=["torch", "triton", "picked"],
 )
 NEG_INF = float("-inf")
 
@@ -16,7 +19,7 @@ def _int32(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-@both
+@all_forms
 def test_a_drawn_draft_passes_below_target_over_draft(impl, device):
     # Token 1 has 0.25 of the target and 0.5 of the draft: it passes below one half.
     target = torch.tensor([[0.5, 0.25, 0.25]], device=device).log().repeat(5, 1)
@@ -28,7 +31,7 @@ def test_a_drawn_draft_passes_below_target_over_draft(impl, device):
     assert is_accepted.tolist() == [True, True, False, True, True]
 
 
-@both
+@all_forms
 def test_a_certain_draft_passes_below_the_targets_probability(impl, device):
     target = torch.tensor([[0.7, 0.3]], device=device).log().repeat(4, 1)
     drafts = torch.tensor([0, 0, 1, 1], device=device)
@@ -38,7 +41,7 @@ def test_a_certain_draft_passes_below_the_targets_probability(impl, device):
     assert is_accepted.tolist() == [True, False, True, False]
 
 
-@both
+@all_forms
 def test_what_the_target_forbids_never_passes_and_its_only_choice_always(impl, device):
     target = torch.tensor([[NEG_INF, 2.0], [NEG_INF, 2.0]], device=device)
     drafts = torch.tensor([0, 1], device=device)
@@ -47,7 +50,7 @@ def test_what_the_target_forbids_never_passes_and_its_only_choice_always(impl, d
     assert impl(target, None, drafts, uniform, zeros, zeros).tolist() == [False, True]
 
 
-@both
+@all_forms
 def test_a_row_without_a_draft_or_a_number_accepts_nothing(impl, device):
     nan = float("nan")
     target = torch.tensor([[0.0, 0.0], [nan, 0.0], [NEG_INF, NEG_INF]], device=device)
@@ -59,7 +62,7 @@ def test_a_row_without_a_draft_or_a_number_accepts_nothing(impl, device):
     assert is_accepted.tolist() == [False, False, False]
 
 
-@both
+@all_forms
 def test_the_draft_distribution_is_that_of_the_request_and_place(impl, device):
     # Request row 2, place 1 alone makes token 0 unlikely enough to pass.
     target = torch.tensor([[0.5, 0.5]], device=device).log()
@@ -88,5 +91,5 @@ def test_kernel_matches_reference(vocab_size, has_draft_logits, device):
     local_pos = _int32([0, 1, 0, 0, 1, 1], device)
     args = target, draft if has_draft_logits else None, drafts, uniform
     expected = _accept_drafts_torch(*args, mapping, local_pos)
-    actual = _accept_drafts_triton(*args, mapping, local_pos)
-    assert torch.equal(actual, expected)
+    for impl in (_accept_drafts_triton, accept_drafts):
+        assert torch.equal(impl(*args, mapping, local_pos), expected)

@@ -6,12 +6,13 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.accepted_prefix import (
     _take_accepted_prefix_torch,
     _take_accepted_prefix_triton,
+    take_accepted_prefix,
 )
 
-both = pytest.mark.parametrize(
+all_forms = pytest.mark.parametrize(
     "impl",
-    [_take_accepted_prefix_torch, _take_accepted_prefix_triton],
-    ids=["torch", "triton"],
+    [_take_accepted_prefix_torch, _take_accepted_prefix_triton, take_accepted_prefix],
+    ids=["torch", "triton", "picked"],
 )
 
 
@@ -28,7 +29,7 @@ def _walk(impl, verdicts, num_rows, width, device):
     return sampled.tolist(), num_sampled.tolist()
 
 
-@both
+@all_forms
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
     [
@@ -45,7 +46,7 @@ def test_a_request_emits_up_to_its_first_rejection(impl, verdicts, expected, dev
     assert num_sampled == [4 - expected.count(-1)]
 
 
-@both
+@all_forms
 def test_requests_do_not_run_into_each_other(impl, device):
     # No row, all accepted, no draft, trimmed to one draft, no row, rejected at once.
     verdicts = [1, 1, 0, 0, 1, 0, 0, 1, 0]
@@ -70,5 +71,5 @@ def test_kernel_matches_reference(width, device):
     for end in itertools.accumulate(num_rows):
         verdicts[end - 1] = False
     expected = _walk(_take_accepted_prefix_torch, verdicts, num_rows, width, device)
-    actual = _walk(_take_accepted_prefix_triton, verdicts, num_rows, width, device)
-    assert actual == expected
+    for impl in (_take_accepted_prefix_triton, take_accepted_prefix):
+        assert _walk(impl, verdicts, num_rows, width, device) == expected

@@ -5,11 +5,14 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.admitted_drafts import (
     _admit_drafts_torch,
     _admit_drafts_triton,
+    admit_drafts,
 )
 
 NAN = float("nan")
-both = pytest.mark.parametrize(
-    "impl", [_admit_drafts_torch, _admit_drafts_triton], ids=["torch", "triton"]
+all_forms = pytest.mark.parametrize(
+    "impl",
+    [_admit_drafts_torch, _admit_drafts_triton, admit_drafts],
+    ids=["torch", "triton", "picked"],
 )
 
 
@@ -26,7 +29,7 @@ def _admit(impl, confidences, num_drafts, budget, device, idx_mapping=None):
     return admitted.tolist()
 
 
-@both
+@all_forms
 def test_the_likeliest_drafts_are_admitted(impl, device):
     # Survivals: 0.8, 0.4, 0.04 and 0.9, 0.72, 0.072.
     confidences = [[0.8, 0.5, 0.1], [0.9, 0.8, 0.1]]
@@ -34,7 +37,7 @@ def test_the_likeliest_drafts_are_admitted(impl, device):
     assert admitted == [[0, 0], [0, 1], [1, 1], [1, 2], [2, 2], [2, 3], [3, 3]]
 
 
-@both
+@all_forms
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [(1, [1, 0, 0]), (2, [1, 1, 0]), (3, [1, 1, 1]), (4, [2, 1, 1]), (5, [2, 2, 1])],
@@ -45,7 +48,7 @@ def test_ties_go_to_the_lower_position_then_to_the_lower_request(
     assert _admit(impl, [[1.0, 1.0]] * 3, [2, 2, 2], budget, device) == expected
 
 
-@both
+@all_forms
 def test_what_a_request_has_no_draft_for_is_not_admitted(impl, device):
     confidences = [[1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [1.0, 1.0, 1.0]]
     assert _admit(impl, confidences, [1, 3, 0], 3, device) == [1, 2, 0]
@@ -53,13 +56,13 @@ def test_what_a_request_has_no_draft_for_is_not_admitted(impl, device):
     assert _admit(impl, [[1.0] * 3, [0.0] * 3], [0, 3], 2, device) == [0, 2]
 
 
-@both
+@all_forms
 def test_confidences_are_read_from_the_requests_rows(impl, device):
     confidences = [[0.1, 0.1], [0.5, 0.5], [0.9, 0.9]]
     assert _admit(impl, confidences, [2, 2], 2, device, [2, 0]) == [2, 0]
 
 
-@both
+@all_forms
 def test_nan_is_no_confidence_and_none_is_above_one(impl, device):
     confidences = [[NAN, 1.0], [0.5, 1.0], [7.0, 0.4], [float("inf"), -3.0]]
     # Survivals: 0, 0 and 0.5, 0.5 and 1, 0.4 and 1, 0.
@@ -80,7 +83,7 @@ def _rank(confidences, num_drafts, budget):
     return [admitted.count(request) for request in range(len(num_drafts))]
 
 
-@both
+@all_forms
 @pytest.mark.parametrize("seed", range(2))
 def test_the_ranking_is_the_one_of_all_pairs_at_every_budget(impl, seed, device):
     generator = np.random.default_rng(seed)
@@ -103,13 +106,16 @@ def test_kernel_matches_reference(shape, device):
     for share in (0.0, 0.3, 0.7, 1.0):
         budget = int(num_drafts.sum() * share)
         args = (confidences, num_drafts, budget, device)
-        assert _admit(_admit_drafts_triton, *args) == _admit(_admit_drafts_torch, *args)
+        expected = _admit(_admit_drafts_torch, *args)
+        assert _admit(_admit_drafts_triton, *args) == expected
+        assert _admit(admit_drafts, *args) == expected
 
 
-def test_long_products_stay_in_order_through_every_rounding(device):
+@pytest.mark.parametrize("impl", [_admit_drafts_torch, admit_drafts])
+def test_long_products_stay_in_order_through_every_rounding(impl, device):
     # Nearly one: neighbours differ by less than float32 can say.
     generator = np.random.default_rng(1)
     confidences = 1 - generator.random((4, 64), dtype=np.float32) * 1e-7
     for budget in (1, 17, 100, 200):
-        admitted = _admit(_admit_drafts_torch, confidences, [64] * 4, budget, device)
+        admitted = _admit(impl, confidences, [64] * 4, budget, device)
         assert admitted == _rank(confidences, [64] * 4, budget)

@@ -1,17 +1,22 @@
 import pytest
 import torch
 
-from vllm.v1.worker.gpu.spec_decode import residual
 from vllm.v1.worker.gpu.spec_decode.residual import (
     _write_residual_logits_torch,
     _write_residual_logits_triton,
     write_residual_logits,
 )
 
-both = pytest.mark.parametrize(
+
+def _picked(target, draft, is_rejected, mapping, local_pos):
+    drafts = torch.zeros(len(target), dtype=torch.int64, device=target.device)
+    write_residual_logits(target, draft, drafts, is_rejected, mapping, local_pos)
+
+
+all_forms = pytest.mark.parametrize(
     "impl",
-    [_write_residual_logits_torch, _write_residual_logits_triton],
-    ids=["torch", "triton"],
+    [_write_residual_logits_torch, _write_residual_logits_triton, _picked],
+    ids=["torch", "triton", "picked"],
 )
 
 
@@ -19,7 +24,7 @@ def _zeros(num: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(num, dtype=torch.int32, device=device)
 
 
-@both
+@all_forms
 def test_the_residual_is_what_the_target_has_above_the_draft(impl, device):
     target = torch.tensor([[0.5, 0.3, 0.1, 0.1]], device=device).log()
     draft = torch.tensor([[[0.2, 0.2, 0.5, 0.1]]], device=device).log()
@@ -30,7 +35,7 @@ def test_the_residual_is_what_the_target_has_above_the_draft(impl, device):
     torch.testing.assert_close(target.softmax(dim=-1), expected, rtol=0, atol=1e-6)
 
 
-@both
+@all_forms
 def test_rows_that_are_not_rejected_stay(impl, device):
     target = torch.randn(2, 5, device=device)
     before = target.clone()
@@ -41,7 +46,7 @@ def test_rows_that_are_not_rejected_stay(impl, device):
     assert not torch.equal(target[1], before[1])
 
 
-@both
+@all_forms
 def test_an_empty_residual_leaves_the_target(impl, device):
     target = torch.tensor([[1.0, 2.0, float("-inf")]], device=device)
     before = target.clone()
@@ -50,7 +55,7 @@ def test_an_empty_residual_leaves_the_target(impl, device):
     assert torch.equal(target, before)
 
 
-@both
+@all_forms
 def test_a_row_with_nan_keeps_its_numbers(impl, device):
     target = torch.tensor([[1.0, float("nan"), 3.0]], device=device)
     is_rejected = torch.tensor([True], device=device)
@@ -78,12 +83,11 @@ def test_kernel_matches_reference(vocab_size, device):
     is_rejected = torch.tensor([True, False, True, True, False], device=device)
     mapping = torch.tensor([2, 2, 0, 0, 1], dtype=torch.int32, device=device)
     local_pos = torch.tensor([0, 1, 0, 1, 0], dtype=torch.int32, device=device)
-    expected, actual = target.clone(), target.clone()
-    residual._write_residual_logits_torch(
-        expected, draft, is_rejected, mapping, local_pos
-    )
-    residual._write_residual_logits_triton(
-        actual, draft, is_rejected, mapping, local_pos
-    )
-    # Differences of probabilities cancel: compare what they are, not their logarithms.
-    torch.testing.assert_close(actual.exp(), expected.exp(), rtol=1e-5, atol=1e-7)
+    expected = target.clone()
+    _write_residual_logits_torch(expected, draft, is_rejected, mapping, local_pos)
+    for impl in (_write_residual_logits_triton, _picked):
+        actual = target.clone()
+        impl(actual, draft, is_rejected, mapping, local_pos)
+        # Differences of probabilities cancel: compare what they are, not their
+        # logarithms.
+        torch.testing.assert_close(actual.exp(), expected.exp(), rtol=1e-5, atol=1e-7)

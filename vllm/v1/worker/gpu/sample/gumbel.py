@@ -54,11 +54,25 @@ def gumbel_sample(
             f"with strides {logits.stride()}"
         )
     if is_all_greedy:
-        is_greedy = torch.ones(logits.shape[0], dtype=torch.uint8, device=logits.device)
-        # A greedy row reads no noise: any number will do as its key.
-        return gumbel_argmax(logits, positions, is_greedy)
+        return greedy_argmax(logits)
     keys = noise_keys(seeds[expanded_idx_mapping], positions, purpose)
     is_greedy = (temperature[expanded_idx_mapping] == 0).to(torch.uint8)
+    return gumbel_argmax(logits, keys, is_greedy)
+
+
+def greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return each row's likeliest token, as `gumbel_sample` takes it of a greedy row.
+
+    Args:
+        logits: [num_logits, vocab_size] float32.
+    """
+    native = ops.maybe_step_ops()
+    if native is not None and not logits.is_cuda:
+        return native.greedy_argmax(logits)
+    num_logits = logits.shape[0]
+    is_greedy = torch.ones(num_logits, dtype=torch.uint8, device=logits.device)
+    # A greedy row reads no noise: any number will do as its key.
+    keys = torch.empty(num_logits, dtype=torch.int64, device=logits.device)
     return gumbel_argmax(logits, keys, is_greedy)
 
 

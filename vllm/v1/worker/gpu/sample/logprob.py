@@ -115,7 +115,11 @@ def _likeliest_token_ids(logits: torch.Tensor, num_candidates: int) -> torch.Ten
     """
     if num_candidates == logits.shape[1]:
         return logits.argsort(dim=-1, descending=True, stable=True)
-    impl = _likeliest_by_key if logits.is_cuda else _likeliest_by_value
+    impl = _likeliest_by_value
+    if logits.is_cuda:
+        impl = _likeliest_by_key
+    elif logits.dtype is torch.float32 and (native := ops.maybe_step_ops()) is not None:
+        impl = native.likeliest_tokens
     return impl(logits, num_candidates)
 
 

@@ -111,6 +111,8 @@ class PromptLogprobs:
         Returns:
             Rows of the prompt tokens 1 .. P - 1, by request id.
         """
+        if not self._collected:
+            return {}
         collecting = np.flatnonzero(self.is_used_np[batch.idx_mapping_np])
         if collecting.size == 0:
             return {}

@@ -54,7 +54,11 @@ def noise_keys(
 
     Source: splitmix64, as in `vllm/utils/seeds.py`. Twin: _noise_keys_torch.
     """
-    impl = _noise_keys_triton if seeds.is_cuda else _noise_keys_torch
+    impl = _noise_keys_torch
+    if seeds.is_cuda:
+        impl = _noise_keys_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.noise_keys
     return impl(seeds, positions, purpose, anchor_positions)
 
 

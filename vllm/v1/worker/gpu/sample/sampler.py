@@ -32,6 +32,7 @@ from vllm.v1.worker.gpu.sample.penalties import (
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 from vllm.v1.worker.gpu.sample.temperature import apply_temperature
 from vllm.v1.worker.gpu.sample.top_k_top_p import apply_top_k_top_p
+from vllm.v1.worker.gpu.sample.uses import Uses
 
 # Changes logits in place.
 Effect = Callable[[torch.Tensor], None]
@@ -86,7 +87,7 @@ class SamplingRows:
             batch.expanded_idx_mapping,
             batch.expanded_local_pos,
             batch.sample_positions,
-            batch.input_ids[batch.logits_indices],
+            batch.take_logit_rows(batch.input_ids),
             all_token_ids,
             batch.layout,
         )
@@ -157,6 +158,10 @@ class Sampler:
         self.min_tokens = MinTokensState(max_num_reqs, device)
         self.penalties = PenaltiesState(max_num_reqs, vocab_size, device)
         self.bad_words = BadWordsState(max_num_reqs, device)
+        # [max_num_reqs] int32: what each request owns where all sample; not written to.
+        self._one_row = torch.ones(max_num_reqs, dtype=torch.int32, device=device)
+        # [max_num_reqs] bits of Uses.
+        self._uses_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS
         self._device = device
 
@@ -183,6 +188,16 @@ class Sampler:
             req_state_idx, sampling_params, prompt_token_ids, prefill_token_ids
         )
         self.bad_words.add_request(req_state_idx, sampling_params, prompt_len)
+        uses = self.states.find_uses(req_state_idx)
+        for bit, state in (
+            (Uses.LOGIT_BIAS, self.logit_bias),
+            (Uses.ALLOWED_TOKEN_IDS, self.allowed_token_ids),
+            (Uses.MIN_TOKENS, self.min_tokens),
+            (Uses.PENALTIES, self.penalties),
+            (Uses.BAD_WORDS, self.bad_words),
+        ):
+            uses |= bit if state.is_used_np[req_state_idx] else 0
+        self._uses_np[req_state_idx] = uses
 
     def remove_request(self, req_state_idx: int) -> None:
         """Empty the request's row."""
@@ -219,7 +234,8 @@ class Sampler:
             in_place: whether to change `logits` instead of a copy.
         """
         processed = logits if in_place else logits.clone()
-        for effect in self._effects(rows, apply_grammar):
+        uses = self.find_uses(rows.idx_mapping_np)
+        for effect in self._effects(rows, apply_grammar, uses):
             effect(processed)
         return processed
 
@@ -248,8 +264,9 @@ class Sampler:
             num_nans = spread_rows(
                 logits.isnan().sum(dim=-1, dtype=torch.int32), rows.layout, fill=0
             )
-        logprob_rows = self.find_logprob_rows(rows)
-        effects = self._effects(rows, apply_grammar)
+        uses = self.find_uses(rows.idx_mapping_np)
+        logprob_rows = self.find_logprob_rows(rows) if uses & Uses.LOGPROBS else None
+        effects = self._effects(rows, apply_grammar, uses)
         scored = None
         if logprob_rows is not None and self.is_raw_mode:
             scored = logprob_rows.select(logits)
@@ -263,7 +280,7 @@ class Sampler:
             self.states.temperature.gpu,
             self.states.seeds.gpu,
             rows.positions,
-            is_all_greedy=self.states.is_all_greedy(rows.idx_mapping_np),
+            is_all_greedy=not uses & Uses.NOISE,
         )
         logprobs_tensors = None
         if logprob_rows is not None:
@@ -272,7 +289,9 @@ class Sampler:
             logprobs_tensors = self._compute_logprobs(
                 scored, sampled, rows, logprob_rows
             )
-        num_rows = torch.diff(rows.layout.cu_num_logits)
+        num_rows = self._one_row[: len(logits)]
+        if len(logits) < rows.num_reqs:
+            num_rows = torch.diff(rows.layout.cu_num_logits)
         return SamplerOutput(
             spread_rows(sampled, rows.layout, fill=-1).unsqueeze(1),
             num_rows,
@@ -280,11 +299,17 @@ class Sampler:
             num_nans,
         )
 
+    def find_uses(self, idx_mapping_np: np.ndarray) -> int:
+        """Return the bits of `Uses` of which one of these requests has need."""
+        return int(np.bitwise_or.reduce(self._uses_np[idx_mapping_np]))
+
     def find_logprob_rows(self, rows: SamplingRows) -> LogprobRows | None:
         """Return the rows whose log-probabilities somebody wants, None if nobody does.
 
         Where only the device knows whose the rows are, all of them.
         """
+        if not self.find_uses(rows.idx_mapping_np) & Uses.LOGPROBS:
+            return None
         layout = rows.layout
         num_logprobs = self.states.num_logprobs_np[rows.idx_mapping_np]
         is_wanted = num_logprobs != NO_LOGPROBS
@@ -321,13 +346,12 @@ class Sampler:
             )
 
     def _effects(
-        self, rows: SamplingRows, apply_grammar: Effect | None
+        self, rows: SamplingRows, apply_grammar: Effect | None, uses: int
     ) -> list[Effect]:
-        used = rows.idx_mapping_np
         mapping = rows.expanded_idx_mapping
         states = self.states
         effects = [] if apply_grammar is None else [apply_grammar]
-        if self.logit_bias.is_used_np[used].any():
+        if uses & Uses.LOGIT_BIAS:
             effects.append(
                 partial(
                     apply_logit_bias,
@@ -335,7 +359,7 @@ class Sampler:
                     biases=self.logit_bias.biases,
                 )
             )
-        if self.allowed_token_ids.is_used_np[used].any():
+        if uses & Uses.ALLOWED_TOKEN_IDS:
             effects.append(
                 partial(
                     apply_allowed_token_ids,
@@ -344,7 +368,7 @@ class Sampler:
                     bitmask=self.allowed_token_ids.bitmask,
                 )
             )
-        if self.min_tokens.is_used_np[used].any():
+        if uses & Uses.MIN_TOKENS:
             effects.append(
                 partial(
                     apply_min_tokens,
@@ -354,8 +378,8 @@ class Sampler:
                     min_stop_position=self.min_tokens.min_stop_position.gpu,
                 )
             )
-        effects += self._history_effects(rows)
-        if states.uses_temperature(used):
+        effects += self._history_effects(rows, uses)
+        if uses & Uses.TEMPERATURE:
             effects.append(
                 partial(
                     apply_temperature,
@@ -363,13 +387,13 @@ class Sampler:
                     temperature=states.temperature.gpu,
                 )
             )
-        if states.uses_min_p(used):
+        if uses & Uses.MIN_P:
             effects.append(
                 partial(
                     apply_min_p, expanded_idx_mapping=mapping, min_p=states.min_p.gpu
                 )
             )
-        if states.uses_top_k_top_p(used):
+        if uses & Uses.TOP_K_TOP_P:
             effects.append(
                 partial(
                     apply_top_k_top_p,
@@ -380,9 +404,9 @@ class Sampler:
             )
         return effects
 
-    def _history_effects(self, rows: SamplingRows) -> list[Effect]:
+    def _history_effects(self, rows: SamplingRows, uses: int) -> list[Effect]:
         effects: list[Effect] = []
-        if self.penalties.is_used_np[rows.idx_mapping_np].any():
+        if uses & Uses.PENALTIES:
             effects.append(
                 partial(
                     apply_penalties,
@@ -395,7 +419,7 @@ class Sampler:
                     first_logit_idx=rows.first_logit_idx,
                 )
             )
-        if self.bad_words.is_used_np[rows.idx_mapping_np].any():
+        if uses & Uses.BAD_WORDS:
             effects.append(
                 partial(
                     apply_bad_words,

@@ -9,6 +9,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.seeds import request_seed
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.ragged import RaggedRows
+from vllm.v1.worker.gpu.sample.uses import Uses
 
 # num_logprobs of a request that wants none.
 NO_LOGPROBS = -1
@@ -16,8 +17,6 @@ NO_LOGPROBS = -1
 
 class SamplingStates:
     """Temperature, filters, seed and wanted log-probabilities of each request.
-
-    The host arrays also say which effects a step needs at all.
 
     Args:
         max_num_reqs: rows.
@@ -114,18 +113,19 @@ class SamplingStates:
         temperature = self.temperature.np[idx_mapping_np]
         return bool(np.any((temperature != 0.0) & ~self.is_seeded.np[idx_mapping_np]))
 
-    def uses_temperature(self, idx_mapping_np: np.ndarray) -> bool:
-        """Whether a request divides its logits."""
-        temperature = self.temperature.np[idx_mapping_np]
-        return bool(np.any((temperature != 0.0) & (temperature != 1.0)))
-
-    def uses_min_p(self, idx_mapping_np: np.ndarray) -> bool:
-        """Whether a request filters by min_p."""
-        return bool(self.min_p.np[idx_mapping_np].any())
-
-    def uses_top_k_top_p(self, idx_mapping_np: np.ndarray) -> bool:
-        """Whether a request filters by top_k or top_p."""
-        return bool(
-            self.top_k.np[idx_mapping_np].any()
-            or np.any(self.top_p.np[idx_mapping_np] < 1.0)
+    def find_uses(self, req_state_idx: int) -> int:
+        """Return the bits of `Uses` that the numbers of a request ask for."""
+        temperature = self.temperature.np[req_state_idx]
+        is_filtered = (
+            self.top_k.np[req_state_idx] > 0 or self.top_p.np[req_state_idx] < 1.0
         )
+        uses = 0
+        for bit, is_used in (
+            (Uses.NOISE, temperature != 0.0),
+            (Uses.TEMPERATURE, temperature not in (0.0, 1.0)),
+            (Uses.MIN_P, self.min_p.np[req_state_idx] != 0.0),
+            (Uses.TOP_K_TOP_P, is_filtered),
+            (Uses.LOGPROBS, self.num_logprobs_np[req_state_idx] != NO_LOGPROBS),
+        ):
+            uses |= bit if is_used else 0
+        return uses

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 
 
@@ -17,7 +18,11 @@ def apply_temperature(
         expanded_idx_mapping: [num_logits] int32, logit row -> request state row.
         temperature: [max_num_reqs] float32; 0 (greedy) and 1 leave the row unchanged.
     """
-    impl = _apply_temperature_triton if logits.is_cuda else _apply_temperature_torch
+    impl = _apply_temperature_torch
+    if logits.is_cuda:
+        impl = _apply_temperature_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.apply_temperature
     impl(logits, expanded_idx_mapping, temperature)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 
 
@@ -32,7 +33,11 @@ def accept_drafts(
     Source: Leviathan, Kalman and Matias, "Fast Inference from Transformers via
     Speculative Decoding", ICML 2023, Algorithm 1. Twin: _accept_drafts_torch.
     """
-    impl = _accept_drafts_triton if target_logits.is_cuda else _accept_drafts_torch
+    impl = _accept_drafts_torch
+    if target_logits.is_cuda:
+        impl = _accept_drafts_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.accept_drafts
     return impl(
         target_logits,
         draft_logits,

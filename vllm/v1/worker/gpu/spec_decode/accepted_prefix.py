@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 
 
@@ -30,6 +31,8 @@ def take_accepted_prefix(
     impl = _take_accepted_prefix_torch
     if is_accepted.is_cuda:
         impl = _take_accepted_prefix_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.take_accepted_prefix
     return impl(is_accepted, token_ids, cu_num_logits, max_rows_per_req)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 
 
@@ -31,7 +32,11 @@ def admit_drafts(
 
     Twin: _admit_drafts_torch.
     """
-    impl = _admit_drafts_triton if idx_mapping.is_cuda else _admit_drafts_torch
+    impl = _admit_drafts_torch
+    if idx_mapping.is_cuda:
+        impl = _admit_drafts_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.admit_drafts
     return impl(confidence_probs, idx_mapping, num_drafts, draft_budget)
 
 

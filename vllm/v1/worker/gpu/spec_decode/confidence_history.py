@@ -28,23 +28,18 @@ _GUESSED_CONFIDENCE = 0.6
 
 @dataclass
 class _Round:
-    """The confidences of one proposal round, on their way to the host.
+    """One proposal round, whose confidences are on their way to the host.
 
     Args:
+        slot: where they are.
         step: when it was proposed; -1: never.
         idx_mapping_np: [num_reqs] int32, the rows that were drafted for.
-        confidences: [max_num_reqs, num_speculative_tokens] float32, by request row;
-            NaN where nothing was drafted.
-        confidences_np: the same memory.
-        tenants_np: [max_num_reqs] int64, whose rows they were.
         is_counted: its confidences are in the typical ones.
     """
 
+    slot: int
     step: int
     idx_mapping_np: np.ndarray
-    confidences: torch.Tensor
-    confidences_np: np.ndarray
-    tenants_np: np.ndarray
     is_counted: bool = False
 
 
@@ -69,7 +64,15 @@ class ConfidenceHistory:
         self._tenants_np = np.zeros(max_num_reqs, dtype=np.int64)
         self._step = 0
         # One of them is always too young to be read.
-        self._rounds = [self._make_round(device) for _ in range(_MAX_ROUNDS + 1)]
+        num_slots = _MAX_ROUNDS + 1
+        nobody = np.zeros(0, dtype=np.int32)
+        self._rounds = [_Round(slot, -1, nobody) for slot in range(num_slots)]
+        # [num_slots, max_num_reqs, num_speculative_tokens] float32, by request row; NaN
+        # where nothing was drafted.
+        self._past = torch.zeros(num_slots, *shape, pin_memory=device.type != "cpu")
+        self._past_np: np.ndarray = self._past.numpy()
+        # [num_slots, max_num_reqs] whose rows they were.
+        self._past_tenants_np = np.zeros((num_slots, max_num_reqs), dtype=np.int64)
         self.forget()
 
     @property
@@ -115,9 +118,9 @@ class ConfidenceHistory:
         known = drafts.confidence_probs.masked_fill(is_none, float("nan"))
         self.live[idx_mapping.long()] = known
         oldest = min(self._rounds, key=lambda entry: entry.step)
-        oldest.confidences.copy_(self.live, non_blocking=True)
+        self._past[oldest.slot].copy_(self.live, non_blocking=True)
+        self._past_tenants_np[oldest.slot] = self._tenants_np
         oldest.idx_mapping_np = idx_mapping_np
-        oldest.tenants_np[:] = self._tenants_np
         oldest.step, oldest.is_counted = self._step, False
 
     def get_past_confidences(self, idx_mapping_np: np.ndarray) -> np.ndarray:
@@ -136,10 +139,10 @@ class ConfidenceHistory:
         """
         num_reqs = len(idx_mapping_np)
         num_rounds = min(max(_NUM_SAMPLED_REQS // max(num_reqs, 1), 1), _MAX_ROUNDS)
-        rounds = self._list_past_rounds()[-num_rounds:]
-        past = np.full((max(len(rounds), 1), num_reqs, self._num_tokens), np.nan)
-        for index, entry in enumerate(rounds):
-            past[index] = self._read(entry, idx_mapping_np)
+        slots = [entry.slot for entry in self._list_past_rounds()[-num_rounds:]]
+        if not slots:
+            return np.tile(self._typical_np, (1, num_reqs, 1))
+        past = self._read(slots, idx_mapping_np)
         return np.where(np.isnan(past), self._typical_np, past)
 
     def _list_past_rounds(self) -> list[_Round]:
@@ -151,17 +154,16 @@ class ConfidenceHistory:
             self._count(entry)
         return [entry for entry in rounds if entry.step >= rounds[-1].step - _MAX_AGE]
 
-    def _make_round(self, device: torch.device) -> _Round:
-        confidences = torch.zeros(self._live.gpu.shape, pin_memory=device.type != "cpu")
-        nobody = np.zeros(0, dtype=np.int32)
-        tenants_np = self._tenants_np.copy()
-        return _Round(-1, nobody, confidences, confidences.numpy(), tenants_np)
+    def _read(self, slots: list[int], idx_mapping_np: np.ndarray) -> np.ndarray:
+        """Return the confidences of the rows, NaN where they were not the request's.
 
-    def _read(self, entry: _Round, idx_mapping_np: np.ndarray) -> np.ndarray:
-        """Return the confidences of the rows, NaN where they were not the request's."""
-        values = entry.confidences_np[idx_mapping_np].clip(0.0, 1.0)
-        tenants_np = self._tenants_np[idx_mapping_np]
-        values[entry.tenants_np[idx_mapping_np] != tenants_np] = np.nan
+        Returns:
+            [num_slots, num_reqs, num_speculative_tokens] float32.
+        """
+        places = np.array(slots)[:, None], idx_mapping_np
+        values = self._past_np[places].clip(0.0, 1.0)
+        is_other = self._past_tenants_np[places] != self._tenants_np[idx_mapping_np]
+        values[is_other] = np.nan
         return values
 
     def _count(self, entry: _Round) -> None:
@@ -169,7 +171,7 @@ class ConfidenceHistory:
         if entry.is_counted:
             return
         entry.is_counted = True
-        values = self._read(entry, entry.idx_mapping_np)
+        (values,) = self._read([entry.slot], entry.idx_mapping_np)
         is_known = ~np.isnan(values)
         num_known = is_known.sum(axis=0)
         sums = np.where(is_known, values, 0.0).sum(axis=0)

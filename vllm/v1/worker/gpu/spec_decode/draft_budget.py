@@ -108,10 +108,12 @@ def expected_gains(
         [sum of num_drafts_np + 1] float64: the mean over the rounds, for 0 drafts, the
         likeliest one, the two likeliest, and so on.
     """
+    num_drafts = int(num_drafts_np.sum())
+    if num_drafts == 0:
+        return np.zeros(1)
     num_rounds, _, max_drafts = past_confidences.shape
     survivals = past_confidences.cumprod(axis=2)
     survivals *= np.arange(max_drafts) < num_drafts_np[:, None]
-    num_drafts = int(num_drafts_np.sum())
     ranked = np.sort(-survivals.reshape(num_rounds, -1), axis=1)[:, :num_drafts]
     gains = np.zeros(num_drafts + 1)
     gains[1:] = -ranked.cumsum(axis=1).mean(axis=0)

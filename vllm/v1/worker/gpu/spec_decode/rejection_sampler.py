@@ -12,11 +12,12 @@ from typing import Protocol
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.config import SpeculativeConfig
 from vllm.triton_utils import tl, triton
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu.batch_layout import find_owners
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
+from vllm.v1.worker.gpu.sample.gumbel import greedy_argmax, gumbel_argmax
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import no_samples
 from vllm.v1.worker.gpu.sample.random import Purpose, noise_keys, philox_uniform
@@ -106,7 +107,11 @@ def rejection_sample(
         )
         for start in range(0, num_logits, chunk_size)
     ]
-    is_accepted, token_ids = map(torch.cat, zip(*verdicts, strict=True))
+    is_accepted, token_ids = (
+        verdicts[0]
+        if len(verdicts) == 1
+        else map(torch.cat, zip(*verdicts, strict=True))
+    )
     return take_accepted_prefix(
         is_accepted, token_ids, rows.layout.cu_num_logits, max_rows_per_req
     )
@@ -314,6 +319,9 @@ def _drafts_behind(rows: SamplingRows) -> torch.Tensor:
 
     [num_logits] int64; -1 at the last row of a request.
     """
+    native = ops.maybe_step_ops()
+    if native is not None and not rows.input_ids.is_cuda:
+        return native.drafts_behind(rows.input_ids, rows.expanded_local_pos)
     # The last row's neighbour is row 0, which never has a draft for input.
     is_draft = rows.expanded_local_pos.roll(-1) > 0
     return torch.where(is_draft, rows.input_ids.roll(-1), -1)
@@ -342,9 +350,13 @@ def _judge_rows(
         token_ids: [num_logits] int64.
     """
     mapping, positions = rows.expanded_idx_mapping, rows.positions
+    has_draft = draft_token_ids >= 0
+    if conditional_rates is None and states.is_all_greedy(rows.idx_mapping_np):
+        # A draft is what the row says itself, or is rejected.
+        token_ids = greedy_argmax(logits)
+        return has_draft & (token_ids == draft_token_ids), token_ids
     seeds = states.seeds.gpu[mapping]
     is_greedy = states.temperature.gpu[mapping] == 0
-    has_draft = draft_token_ids >= 0
     keys = noise_keys(seeds, positions, Purpose.TARGET)
     if conditional_rates is not None:
         rates = conditional_rates[rows.expanded_local_pos]

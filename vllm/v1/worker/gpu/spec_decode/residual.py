@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.spec_decode.accept_drafts import softmax_stats
 
@@ -36,6 +37,8 @@ def write_residual_logits(
     impl = _write_residual_logits_torch
     if target_logits.is_cuda:
         impl = _write_residual_logits_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.write_residual_logits
     impl(
         target_logits,
         draft_logits,

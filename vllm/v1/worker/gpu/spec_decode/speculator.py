@@ -160,9 +160,14 @@ class Speculator(ABC):
 
         Args:
             batch: of the step.
-            rows: [num_rows] int64, batch_idx of each.
+            rows: [num_rows] int64, batch_idx of each, ascending.
             drafted: in the same order.
         """
+        if len(rows) == batch.num_reqs:
+            confidence_probs = self._confidence.estimate(
+                drafted.scores, batch.idx_mapping, drafted.num_drafts
+            )
+            return Drafts(drafted.token_ids, drafted.num_drafts, confidence_probs)
         shape = batch.num_reqs, drafted.token_ids.shape[1]
         token_ids = drafted.token_ids.new_full(shape, -1)
         num_drafts = drafted.num_drafts.new_zeros(batch.num_reqs)

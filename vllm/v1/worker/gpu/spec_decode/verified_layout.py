@@ -18,9 +18,15 @@ def make_verified_layout(
         draft_budget: drafts that are verified, over all requests.
         admitted: [num_reqs] int32, on the device: how many leading drafts of each.
     """
-    cu_num_logits, query_start_loc = _compute_offsets(step, draft_budget, admitted)
+    cu_num_logits_np = prefix_sum(step.num_bonus_rows_np + step.num_drafts_np)
+    if draft_budget == step.num_drafts:
+        # All that is scheduled is verified.
+        cu_num_logits = to_device(cu_num_logits_np, admitted.device)
+        query_start_loc = to_device(prefix_sum(step.num_tokens_np), admitted.device)
+    else:
+        cu_num_logits, query_start_loc = _compute_offsets(step, draft_budget, admitted)
     return BatchLayout(
-        cu_num_logits_np=prefix_sum(step.num_bonus_rows_np + step.num_drafts_np),
+        cu_num_logits_np=cu_num_logits_np,
         cu_num_logits=cu_num_logits,
         query_start_loc=query_start_loc,
         num_scheduled_tokens_np=step.num_tokens_np,
@@ -33,19 +39,18 @@ def make_verified_layout(
 def _compute_offsets(
     step: ScheduledStep, draft_budget: int, admitted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the prefix sums of logit rows and of tokens, on the device.
+    """Return the prefix sums of logit rows and of tokens where drafts are trimmed.
 
     Twin: _add_and_sum_torch.
     """
     rows_np = step.num_bonus_rows_np
     tokens_np = step.num_tokens_np - step.num_drafts_np
     device = admitted.device
-    if draft_budget in (0, step.num_drafts):
+    if draft_budget == 0:
         # The host knows the split itself.
-        drafts_np = step.num_drafts_np if draft_budget else 0
         return (
-            to_device(prefix_sum(rows_np + drafts_np), device),
-            to_device(prefix_sum(tokens_np + drafts_np), device),
+            to_device(prefix_sum(rows_np), device),
+            to_device(prefix_sum(tokens_np), device),
         )
     counts = to_device(np.stack([rows_np, tokens_np]), device)
     impl = _add_and_sum_triton if admitted.is_cuda else _add_and_sum_torch

@@ -12,10 +12,10 @@ from vllm.v1.worker.gpu.spec_decode.confidence.scale import (
     ScoreScale,
 )
 
-both = pytest.mark.parametrize(
+all_forms = pytest.mark.parametrize(
     "impl",
-    [curves._read_curves_torch, curves._read_curves_triton],
-    ids=["torch", "triton"],
+    [curves._read_curves_torch, curves._read_curves_triton, curves.read_curves],
+    ids=["torch", "triton", "picked"],
 )
 NAN = float("nan")
 SCALE = ScoreScale(low=0.0, high=4.0, num_knots=3, slope=1.0, intercept=0.0)
@@ -36,7 +36,7 @@ def read(impl, logits, scores, rows, device):
     return torch.logit(probs.double()).tolist(), knots.tolist()
 
 
-@both
+@all_forms
 def test_a_curve_is_a_straight_line_between_its_knots(impl, device):
     logits = [[[-1.0, 1.0, 0.0]]] * 3
     scores = [[0.0], [0.5], [2.0], [3.0], [4.0]]
@@ -44,7 +44,7 @@ def test_a_curve_is_a_straight_line_between_its_knots(impl, device):
     assert sum(values, []) == pytest.approx([-1.0, -0.5, 1.0, 0.5, 0.0], abs=1e-5)
 
 
-@both
+@all_forms
 def test_a_score_beyond_the_knots_counts_as_the_last_knot(impl, device):
     logits = [[[-1.0, 1.0, 0.5]]] * 3
     scores = [[-3.0], [9.0], [math.inf], [-math.inf]]
@@ -53,7 +53,7 @@ def test_a_score_beyond_the_knots_counts_as_the_last_knot(impl, device):
     assert knots == [[0.0], [2.0], [2.0], [0.0]]
 
 
-@both
+@all_forms
 def test_each_place_and_verification_has_a_curve_of_its_own(impl, device):
     # Curve c of place k is level at c + k / 2.
     logits = [[[c + k / 2] * 3 for k in range(2)] for c in (-1.0, 0.0, 1.0)]
@@ -63,7 +63,7 @@ def test_each_place_and_verification_has_a_curve_of_its_own(impl, device):
     ]
 
 
-@both
+@all_forms
 def test_a_mark_says_which_curve_was_read_and_where(impl, device):
     # Six knots for each verification.
     scores = [[0.0, 2.0], [0.5, 3.0], [1.0, 4.0]]
@@ -71,7 +71,7 @@ def test_a_mark_says_which_curve_was_read_and_where(impl, device):
     assert knots == [[0.0, 4.0], [6.25, 10.5], [12.5, 17.0]]
 
 
-@both
+@all_forms
 def test_what_is_no_draft_is_never_accepted(impl, device):
     values, knots = read(impl, [[[9.0] * 3] * 2] * 3, [[NAN, 1.0]], [0], device)
     assert values[0][0] == -math.inf
@@ -94,8 +94,9 @@ def test_the_kernel_matches_its_twin(scale, num_drafts, device):
         torch.tensor([False, True, False, True, True], device=device),
         scale,
     )
-    probs, marks = curves._read_curves_triton(*arguments)
     expected_probs, expected_marks = curves._read_curves_torch(*arguments)
-    # The exponential and a fused multiplication round in their own way.
-    torch.testing.assert_close(probs, expected_probs, rtol=0, atol=1e-6)
-    assert torch.equal(marks, expected_marks)
+    for impl in (curves._read_curves_triton, curves.read_curves):
+        probs, marks = impl(*arguments)
+        # The exponential and a fused multiplication round in their own way.
+        torch.testing.assert_close(probs, expected_probs, rtol=0, atol=1e-6)
+        assert torch.equal(marks, expected_marks)

@@ -4,11 +4,12 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.confidence import outcomes
 from vllm.v1.worker.gpu.spec_decode.confidence.scale import PARTS_PER_KNOT
 
-both = pytest.mark.parametrize(
-    "impl",
-    [outcomes._count_outcomes_torch, outcomes._count_outcomes_triton],
-    ids=["torch", "triton"],
-)
+FORMS = [
+    outcomes._count_outcomes_torch,
+    outcomes._count_outcomes_triton,
+    outcomes.count_outcomes,
+]
+all_forms = pytest.mark.parametrize("impl", FORMS, ids=["torch", "triton", "picked"])
 NUM_DRAFTS, NUM_KNOTS = 3, 4
 
 
@@ -54,7 +55,7 @@ class Steps:
         return (self.counts[curve, :, knot] / PARTS_PER_KNOT).tolist()
 
 
-@both
+@all_forms
 @pytest.mark.parametrize(
     ("num_logits", "num_sampled", "tried", "accepted"),
     [
@@ -78,7 +79,7 @@ def test_a_draft_is_tried_if_it_is_verified_and_those_before_it_passed(
     assert steps.count() == expected
 
 
-@both
+@all_forms
 def test_a_draft_between_two_knots_counts_for_both(impl, device):
     steps = Steps(impl, device)
     steps.put(0, [0.25, 1.75, 2.5])
@@ -89,7 +90,7 @@ def test_a_draft_between_two_knots_counts_for_both(impl, device):
     assert steps.count(knot=3) == [[0.0] * 3, [0.0] * 3, [0.5, 0.0, 0.0]]
 
 
-@both
+@all_forms
 def test_the_last_knot_of_a_curve_has_no_neighbour(impl, device):
     steps = Steps(impl, device)
     steps.put(0, [3.0] * NUM_DRAFTS, curve=1)
@@ -98,7 +99,7 @@ def test_the_last_knot_of_a_curve_has_no_neighbour(impl, device):
     assert int(steps.counts.sum()) == 9 * PARTS_PER_KNOT
 
 
-@both
+@all_forms
 def test_a_draft_is_counted_once(impl, device):
     steps = Steps(impl, device, num_reqs=2)
     steps.run([0], [4], [4])
@@ -109,7 +110,7 @@ def test_a_draft_is_counted_once(impl, device):
     assert (steps.marks[1] >= 0).all()
 
 
-@both
+@all_forms
 def test_a_place_without_draft_is_not_counted(impl, device):
     steps = Steps(impl, device)
     steps.marks[0, 1:] = -1
@@ -118,7 +119,7 @@ def test_a_place_without_draft_is_not_counted(impl, device):
     assert int(steps.counts.sum()) == 3 * PARTS_PER_KNOT
 
 
-@both
+@all_forms
 def test_requests_add_up_where_their_marks_are(impl, device):
     steps = Steps(impl, device, num_reqs=4)
     steps.put(1, [1.0] * NUM_DRAFTS, curve=1)
@@ -141,7 +142,7 @@ def test_the_kernel_matches_its_twin(num_drafts, device):
     marks = torch.randint(-last // 4, last + 1, shape, generator=generator)
     marks.clamp_(min=-1)
     results = []
-    for impl in (outcomes._count_outcomes_torch, outcomes._count_outcomes_triton):
+    for impl in FORMS:
         counts = torch.ones((3, num_drafts, num_knots, 3), dtype=torch.int32)
         counts, after = counts.to(device), marks.int().clone().to(device)
         impl(
@@ -153,6 +154,7 @@ def test_the_kernel_matches_its_twin(num_drafts, device):
             1,
         )
         results.append((counts, after))
-    (counts, after), (expected, expected_after) = results
-    assert torch.equal(counts, expected)
-    assert torch.equal(after, expected_after)
+    (expected, expected_after), *others = results
+    for counts, after in others:
+        assert torch.equal(counts, expected)
+        assert torch.equal(after, expected_after)

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.spec_decode.confidence.scale import PARTS_PER_KNOT, ScoreScale
 
@@ -33,8 +34,14 @@ def read_curves(
 
     Twin: _read_curves_torch.
     """
-    impl = _read_curves_triton if scores.is_cuda else _read_curves_torch
-    return impl(curves, scores, idx_mapping, temperature, is_seeded, scale)
+    rows = idx_mapping, temperature, is_seeded
+    if scores.is_cuda:
+        return _read_curves_triton(curves, scores, *rows, scale)
+    native = ops.maybe_step_ops()
+    if native is None:
+        return _read_curves_torch(curves, scores, *rows, scale)
+    units = scale.low, scale.knots_per_unit, PARTS_PER_KNOT
+    return native.read_curves(curves, scores, *rows, *units)
 
 
 def _read_curves_torch(

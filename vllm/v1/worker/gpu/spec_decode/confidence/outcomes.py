@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.spec_decode.confidence.scale import PARTS_PER_KNOT
 
@@ -35,8 +36,13 @@ def count_outcomes(
 
     Twin: _count_outcomes_torch.
     """
-    impl = _count_outcomes_triton if counts.is_cuda else _count_outcomes_torch
-    impl(counts, marks, idx_mapping, cu_num_logits, num_sampled, num_bonus_tokens)
+    rows = idx_mapping, cu_num_logits, num_sampled, num_bonus_tokens
+    if counts.is_cuda:
+        _count_outcomes_triton(counts, marks, *rows)
+    elif (native := ops.maybe_step_ops()) is not None:
+        native.count_outcomes(counts, marks, *rows, PARTS_PER_KNOT)
+    else:
+        _count_outcomes_torch(counts, marks, *rows)
 
 
 def _count_outcomes_torch(

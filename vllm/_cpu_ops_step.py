@@ -1,0 +1,430 @@
+"""The compiled operators of a step's bookkeeping and of the verification of drafts.
+
+The twins stand beside the Triton kernels, in the files of these names' public
+functions, which say what each argument is. Most are about a few numbers a request: a
+call costs microseconds, where a twin's dozen operations on tiny tensors cost fifty.
+"""
+
+from typing import Any
+
+import torch
+
+
+class StepOps:
+    """Arguments as those of the twins; checked is what would leave an array."""
+
+    # The C functions by name; ctypes checks their arguments.
+    _c: Any
+
+    def gather_inputs(
+        self,
+        all_token_ids: torch.Tensor,
+        total_len: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        num_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        max_num_reqs, max_model_len = all_token_ids.shape
+        (num_reqs,) = idx_mapping.shape
+        input_ids = torch.empty(num_tokens, dtype=torch.int64)
+        positions = torch.empty(num_tokens, dtype=torch.int64)
+        seq_lens = torch.empty(num_reqs, dtype=torch.int32)
+        failed = self._c.gather_inputs(
+            _address(all_token_ids, max_num_reqs, torch.int32),
+            max_num_reqs,
+            max_model_len,
+            _address(total_len, max_num_reqs, torch.int32),
+            _address(draft_tokens, max_num_reqs, torch.int64),
+            draft_tokens.shape[1],
+            _address(num_computed_tokens, max_num_reqs, torch.int32),
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            _address(query_start_loc, num_reqs + 1, torch.int32),
+            num_tokens,
+            input_ids.data_ptr(),
+            positions.data_ptr(),
+            seq_lens.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a token of the step is outside the request rows")
+        return input_ids, positions, seq_lens
+
+    def expand_logit_rows(
+        self,
+        cu_num_logits: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        num_logits: int,
+        idx_mapping: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        (num_reqs,), (num_tokens,) = idx_mapping.shape, positions.shape
+        logits_indices = torch.empty(num_logits, dtype=torch.int64)
+        expanded_idx_mapping = torch.empty(num_logits, dtype=torch.int32)
+        local_pos = torch.empty(num_logits, dtype=torch.int32)
+        sample_positions = torch.empty(num_logits, dtype=torch.int64)
+        failed = self._c.expand_logit_rows(
+            _address(cu_num_logits, num_reqs + 1, torch.int32),
+            _address(query_start_loc, num_reqs + 1, torch.int32),
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            _address(positions, num_tokens, torch.int64),
+            num_tokens,
+            num_logits,
+            logits_indices.data_ptr(),
+            expanded_idx_mapping.data_ptr(),
+            local_pos.data_ptr(),
+            sample_positions.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a logit row is not one of its request's token rows")
+        return logits_indices, expanded_idx_mapping, local_pos, sample_positions
+
+    def gather_rows(
+        self, rows: torch.Tensor, idx_mapping: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
+        (max_num_reqs, width), (num_reqs,) = rows.shape, idx_mapping.shape
+        gathered = torch.empty((num_reqs, num_columns), dtype=torch.int32)
+        failed = self._c.gather_rows(
+            _address(rows, max_num_reqs, torch.int32),
+            max_num_reqs,
+            width,
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            num_columns,
+            gathered.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"{num_columns} columns of rows in {tuple(rows.shape)}")
+        return gathered
+
+    def compute_slot_mapping(
+        self,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        block_size: int,
+    ) -> torch.Tensor:
+        num_reqs, num_blocks = block_table.shape
+        (num_tokens,) = positions.shape
+        slot_mapping = torch.empty(num_tokens, dtype=torch.int64)
+        failed = self._c.compute_slot_mapping(
+            _address(block_table, num_reqs, torch.int32),
+            num_blocks,
+            num_blocks,
+            _address(query_start_loc, num_reqs + 1, torch.int32),
+            num_reqs,
+            _address(positions, num_tokens, torch.int64),
+            num_tokens,
+            block_size,
+            slot_mapping.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a position is outside its request's blocks")
+        return slot_mapping
+
+    def drafts_behind(
+        self, input_ids: torch.Tensor, expanded_local_pos: torch.Tensor
+    ) -> torch.Tensor:
+        (num_logits,) = input_ids.shape
+        drafts = torch.empty(num_logits, dtype=torch.int64)
+        self._c.drafts_behind(
+            _address(input_ids, num_logits, torch.int64),
+            _address(expanded_local_pos, num_logits, torch.int32),
+            num_logits,
+            drafts.data_ptr(),
+        )
+        return drafts
+
+    def take_accepted_prefix(
+        self,
+        is_accepted: torch.Tensor,
+        token_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        max_rows_per_req: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (num_logits,) = token_ids.shape
+        num_reqs = cu_num_logits.shape[0] - 1
+        sampled = torch.empty((num_reqs, max_rows_per_req), dtype=torch.int64)
+        num_sampled = torch.empty(num_reqs, dtype=torch.int32)
+        failed = self._c.take_accepted_prefix(
+            _address(is_accepted, num_logits, torch.bool),
+            _address(token_ids, num_logits, torch.int64),
+            num_logits,
+            _address(cu_num_logits, num_reqs + 1, torch.int32),
+            num_reqs,
+            max_rows_per_req,
+            sampled.data_ptr(),
+            num_sampled.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"the requests do not own {num_logits} logit rows")
+        return sampled, num_sampled
+
+    def post_update(
+        self,
+        sampled_token_ids: torch.Tensor,
+        num_sampled: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        all_token_ids: torch.Tensor,
+        total_len: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+    ) -> None:
+        num_reqs, width = sampled_token_ids.shape
+        max_num_reqs, max_model_len = all_token_ids.shape
+        failed = self._c.post_update(
+            _address(sampled_token_ids, num_reqs, torch.int64),
+            width,
+            _address(num_sampled, num_reqs, torch.int32),
+            _address(cu_num_logits, num_reqs + 1, torch.int32),
+            _address(query_start_loc, num_reqs + 1, torch.int32),
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            _address(all_token_ids, max_num_reqs, torch.int32),
+            max_num_reqs,
+            max_model_len,
+            _address(total_len, max_num_reqs, torch.int32),
+            _address(num_computed_tokens, max_num_reqs, torch.int32),
+        )
+        if failed:
+            raise IndexError("a sample is outside the request rows")
+
+    def admit_drafts(
+        self,
+        confidence_probs: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        num_drafts: torch.Tensor,
+        draft_budget: int,
+    ) -> torch.Tensor:
+        max_num_reqs, max_drafts = confidence_probs.shape
+        (num_reqs,) = idx_mapping.shape
+        admitted = torch.empty(num_reqs, dtype=torch.int32)
+        failed = self._c.admit_drafts(
+            _address(confidence_probs, max_num_reqs, torch.float32),
+            max_num_reqs,
+            max_drafts,
+            _address(idx_mapping, num_reqs, torch.int32),
+            _address(num_drafts, num_reqs, torch.int32),
+            num_reqs,
+            draft_budget,
+            admitted.data_ptr(),
+        )
+        if failed:
+            raise IndexError("there is no such row, or too few drafts")
+        return admitted
+
+    def read_curves(
+        self,
+        curves: torch.Tensor,
+        scores: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        is_seeded: torch.Tensor,
+        low: float,
+        knots_per_unit: float,
+        parts: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_reqs, num_drafts = scores.shape
+        (max_num_reqs,) = temperature.shape
+        if scores.dtype is not torch.float32 or curves.shape[1] != num_drafts:
+            raise ValueError(
+                f"{tuple(scores.shape)} scores in {scores.dtype} for curves of "
+                f"{tuple(curves.shape)}"
+            )
+        probs = torch.empty((num_reqs, num_drafts))
+        marks = torch.empty((num_reqs, num_drafts), dtype=torch.int32)
+        failed = self._c.read_curves(
+            # A curve a draft for each of the three ways to verify.
+            _address(curves, 3, torch.float32),
+            scores.data_ptr(),
+            *scores.stride(),
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            num_drafts,
+            _address(temperature, max_num_reqs, torch.float32),
+            _address(is_seeded, max_num_reqs, torch.bool),
+            max_num_reqs,
+            low,
+            knots_per_unit,
+            curves.shape[2],
+            parts,
+            probs.data_ptr(),
+            marks.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+        return probs, marks
+
+    def count_outcomes(
+        self,
+        counts: torch.Tensor,
+        marks: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_bonus_tokens: int,
+        parts: int,
+    ) -> None:
+        (num_reqs,), (max_num_reqs, num_drafts) = idx_mapping.shape, marks.shape
+        failed = self._c.count_outcomes(
+            _address(counts, counts.shape[0], torch.int32),
+            # Three counts a knot.
+            counts.numel() // 3,
+            _address(marks, max_num_reqs, torch.int32),
+            max_num_reqs,
+            num_drafts,
+            _address(idx_mapping, num_reqs, torch.int32),
+            _address(cu_num_logits, num_reqs + 1, torch.int32),
+            _address(num_sampled, num_reqs, torch.int32),
+            num_reqs,
+            num_bonus_tokens,
+            parts,
+        )
+        if failed:
+            raise IndexError("a request row or a mark is outside its array")
+
+    def noise_keys(
+        self,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        purpose: int,
+        anchor_positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        (num_keys,) = seeds.shape
+        keys = torch.empty(num_keys, dtype=torch.int64)
+        anchors = None
+        if anchor_positions is not None:
+            anchors = _address(anchor_positions, num_keys, torch.int64)
+        self._c.noise_keys(
+            _address(seeds, num_keys, torch.int64),
+            _address(positions, num_keys, torch.int64),
+            anchors,
+            int(purpose),
+            num_keys,
+            keys.data_ptr(),
+        )
+        return keys
+
+    def apply_temperature(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+    ) -> None:
+        num_logits, vocab_size = logits.shape
+        (max_num_reqs,) = temperature.shape
+        failed = self._c.apply_temperature(
+            *_matrix(logits, vocab_size),
+            _address(expanded_idx_mapping, num_logits, torch.int32),
+            _address(temperature, max_num_reqs, torch.float32),
+            max_num_reqs,
+            num_logits,
+            vocab_size,
+        )
+        if failed:
+            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+
+    def greedy_argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        num_logits, vocab_size = logits.shape
+        token_ids = torch.empty(num_logits, dtype=torch.int64)
+        self._c.greedy_argmax(
+            *_matrix(logits, vocab_size), num_logits, vocab_size, token_ids.data_ptr()
+        )
+        return token_ids
+
+    def likeliest_tokens(
+        self, logits: torch.Tensor, num_candidates: int
+    ) -> torch.Tensor:
+        num_logits, vocab_size = logits.shape
+        ids = torch.empty((num_logits, num_candidates), dtype=torch.int64)
+        failed = self._c.likeliest_tokens(
+            *_matrix(logits, vocab_size),
+            num_logits,
+            vocab_size,
+            num_candidates,
+            ids.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"{num_candidates} of {vocab_size} tokens")
+        return ids
+
+    def accept_drafts(
+        self,
+        target_logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_token_ids: torch.Tensor,
+        uniform: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+    ) -> torch.Tensor:
+        num_logits, vocab_size = target_logits.shape
+        is_accepted = torch.empty(num_logits, dtype=torch.bool)
+        failed = self._c.accept_drafts(
+            *_matrix(target_logits, vocab_size),
+            *_draft_rows(draft_logits, vocab_size),
+            _address(draft_token_ids, num_logits, torch.int64),
+            _address(uniform, num_logits, torch.float32),
+            _address(expanded_idx_mapping, num_logits, torch.int32),
+            _address(expanded_local_pos, num_logits, torch.int32),
+            num_logits,
+            vocab_size,
+            is_accepted.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a draft is outside the vocabulary or the drafts' logits")
+        return is_accepted
+
+    def write_residual_logits(
+        self,
+        target_logits: torch.Tensor,
+        draft_logits: torch.Tensor,
+        is_rejected: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+    ) -> None:
+        num_logits, vocab_size = target_logits.shape
+        failed = self._c.write_residual_logits(
+            *_matrix(target_logits, vocab_size),
+            *_draft_rows(draft_logits, vocab_size),
+            _address(is_rejected, num_logits, torch.bool),
+            _address(expanded_idx_mapping, num_logits, torch.int32),
+            _address(expanded_local_pos, num_logits, torch.int32),
+            num_logits,
+            vocab_size,
+        )
+        if failed:
+            raise IndexError("a rejected draft is outside the drafts' logits")
+
+
+def _matrix(x: torch.Tensor, num_columns: int) -> tuple[int, ...]:
+    """Return where float32 rows begin, and their strides."""
+    *strides, last = x.stride()
+    if x.dtype is not torch.float32 or last != 1 or x.shape[-1] != num_columns:
+        raise ValueError(
+            f"expected contiguous float32 rows of {num_columns}, got {tuple(x.shape)} "
+            f"{x.dtype} with strides {x.stride()}"
+        )
+    return x.data_ptr(), *strides
+
+
+def _draft_rows(
+    draft_logits: torch.Tensor | None, vocab_size: int
+) -> tuple[int | None, ...]:
+    """Return where the drafts' distributions are, and their numbers."""
+    if draft_logits is None:
+        return None, 0, 0, 0, 0
+    max_num_reqs, max_drafts, _ = draft_logits.shape
+    return *_matrix(draft_logits, vocab_size), max_num_reqs, max_drafts
+
+
+def _address(x: torch.Tensor, num_rows: int, dtype: torch.dtype) -> int:
+    """Return where `num_rows` contiguous rows begin."""
+    if x.dtype is not dtype or x.shape[0] != num_rows or not x.is_contiguous():
+        raise ValueError(
+            f"expected {num_rows} contiguous rows of {dtype}, got {tuple(x.shape)} "
+            f"{x.dtype} with strides {x.stride()}"
+        )
+    return x.data_ptr()
