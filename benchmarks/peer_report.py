@@ -12,7 +12,9 @@ from vllm.benchmarks.client import RequestResult
 from vllm.benchmarks.table import format_table
 
 BASELINE = "llama.cpp"
+OURS = ("off", "adaptive", "float32")
 PROMPT, DECODE = "prompt_tokens_per_s", "decode_tokens_per_s"
+BYTES, PRODUCTS = "bytes_per_s", "products_per_s"
 OUTPUT, FIRST = "output_tokens_per_s", "first_token_ms"
 # The ratios to llama.cpp that this engine is to reach: (setting, requests) of a figure.
 AIMS = {
@@ -89,8 +91,8 @@ class PeersReport:
         step_bytes: of weights that a step reads at least.
         token_products: multiply-adds of a token with the weights.
         loads: (engine, concurrency) -> `load_figures` of each round.
-        processes: engine -> start-up time and memory of each round.
-        limits: of each round, the machine's `bytes_per_s` and `products_per_s`.
+        processes: engine -> start-up time and memory of each round, and where they
+            could be measured the machine's limits just before.
     """
 
     engines: list[str]
@@ -99,7 +101,6 @@ class PeersReport:
     token_products: int
     loads: dict[tuple[str, int], list[dict[str, float]]] = field(default_factory=dict)
     processes: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    limits: list[dict[str, float]] = field(default_factory=list)
 
     def add_load(
         self, engine: str, concurrency: int, figures: dict[str, float]
@@ -133,19 +134,24 @@ class PeersReport:
         `memory` is at one request, `products` at the most requests; empty where a step
         does other work than the file's weights say, or nothing was measured.
         """
-        if engine not in WITHOUT_DRAFTS or not self.limits:
+        if engine not in WITHOUT_DRAFTS or not self._has_limits():
             return {}
-        shares = {}
+        most = max(self.concurrencies)
+        shares = {"products": self._share(engine, most, self.token_products, PRODUCTS)}
         if 1 in self.concurrencies:
-            speed = self.median(engine, 1, DECODE) * self.step_bytes
-            shares["memory"] = speed / self._limit("bytes_per_s")
-        speed = self.median(engine, max(self.concurrencies), DECODE)
-        shares["products"] = speed * self.token_products / self._limit("products_per_s")
+            shares["memory"] = self._share(engine, 1, self.step_bytes, BYTES)
         return shares
 
-    def _limit(self, name: str) -> float:
-        # What else the machine does can only slow a measurement down.
-        return max(figures[name] for figures in self.limits)
+    def _share(self, engine: str, concurrency: int, work: int, limit: str) -> float:
+        rounds = zip(
+            self.loads[engine, concurrency], self.processes[engine], strict=True
+        )
+        return statistics.median(
+            load[DECODE] * work / process[limit] for load, process in rounds
+        )
+
+    def _has_limits(self) -> bool:
+        return all(BYTES in one for rounds in self.processes.values() for one in rounds)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything, for a file; null where there was nothing to measure."""
@@ -171,14 +177,13 @@ class PeersReport:
                 for (engine, concurrency), rounds in self.loads.items()
             ],
             "processes": self.processes,
-            "limits": self.limits,
             "shares": {engine: self.shares(engine) for engine in self.engines},
         }
 
     def format(self) -> str:
         """Return the tables."""
         tables = [self._format_loads(), self._format_processes()]
-        if self.limits:
+        if self._has_limits():
             tables.append(self._format_shares())
         return "\n\n".join(tables)
 
@@ -232,11 +237,17 @@ class PeersReport:
         most = max(self.concurrencies)
         head = ["engine", "memory's rate, 1 request", "aim"]
         head += [f"products' rate, {most} requests", "aim"]
-        limits = (
-            f"This machine reads {self._limit('bytes_per_s') / 1e9:.1f} GB/s, and "
-            f"multiplies and adds {self._limit('products_per_s') / 1e9:.0f} G bytes/s."
+        bytes_per_s, products_per_s = (
+            statistics.median(
+                one[name] for rounds in self.processes.values() for one in rounds
+            )
+            for name in (BYTES, PRODUCTS)
         )
-        return f"{format_table(head, lines)}\n\n{limits}"
+        return (
+            f"{format_table(head, lines)}\n\nThis machine reads "
+            f"{bytes_per_s / 1e9:.1f} GB/s, and multiplies and adds "
+            f"{products_per_s / 1e9:.0f} G bytes/s."
+        )
 
     def draw(self, path: str) -> None:
         """Write a picture: tokens per second of every engine at each concurrency."""
@@ -249,7 +260,7 @@ class PeersReport:
             bars = axes.bar(self.engines, rates, color="#9aa5b1")
             for engine, bar in zip(self.engines, bars, strict=True):
                 aim = AIMS.get((DECODE, engine, concurrency))
-                if engine in ("off", "adaptive"):
+                if engine in OURS:
                     bar.set_color("#2b6cb0")
                 if aim is None or BASELINE not in self.engines:
                     continue

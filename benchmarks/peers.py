@@ -35,11 +35,12 @@ from peer_engines import (
     has_upstream,
     load_transformers,
     peak_memory_mib,
+    read_version,
     start_llama_cpp,
     start_ours,
     start_upstream,
 )
-from peer_report import BASELINE, PeersReport, load_figures
+from peer_report import BASELINE, BYTES, PRODUCTS, PeersReport, load_figures
 from quantized_linear import Limits
 from tqdm import tqdm
 from workers import answer_orders
@@ -150,6 +151,11 @@ def make_limits() -> Limits | None:
     return Limits(isa)
 
 
+def measure_limits(limits: Limits) -> dict[str, float]:
+    """Return the rates that the machine reaches now."""
+    return {BYTES: limits.bytes_per_s(), PRODUCTS: limits.products_per_s()}
+
+
 def measure(
     args: argparse.Namespace, starts: dict[str, Callable[[], Engine]]
 ) -> PeersReport:
@@ -161,28 +167,22 @@ def measure(
     total = args.rounds * len(names) * (len(args.concurrency) + 1)
     with tqdm(total=total, desc="Loads", unit="load") as bar:
         for round_idx in range(args.rounds):
-            if limits is not None:
-                rates = limits.bytes_per_s(), limits.products_per_s()
-                report.limits.append(
-                    dict(zip(("bytes_per_s", "products_per_s"), rates, strict=True))
-                )
             first = round_idx % len(names)
             for name in names[first:] + names[:first]:
                 bar.set_postfix_str(f"{name} starts")
+                figures = measure_limits(limits) if limits else {}
                 start_s = time.perf_counter()
                 with closing(starts[name]()) as engine:
-                    startup_s = time.perf_counter() - start_s
+                    figures["startup_s"] = time.perf_counter() - start_s
                     warm_up(engine, args, chat)
                     bar.update()
                     for concurrency in args.concurrency:
                         bar.set_postfix_str(f"{name} x{concurrency}")
-                        figures = run_load(engine, args, chat, concurrency, round_idx)
-                        report.add_load(name, concurrency, figures)
+                        load = run_load(engine, args, chat, concurrency, round_idx)
+                        report.add_load(name, concurrency, load)
                         bar.update()
-                    memory_mib = peak_memory_mib(engine.pid)
-                report.add_process(
-                    name, {"startup_s": startup_s, "peak_memory_mib": memory_mib}
-                )
+                    figures["peak_memory_mib"] = peak_memory_mib(engine.pid)
+                report.add_process(name, figures)
     return report
 
 
@@ -291,6 +291,8 @@ def main() -> None:
             for name in ("rounds", "input_len", "output_len", "concurrency")
         }
         asked["num_threads"] = NUM_THREADS
+        if BASELINE in starts:
+            asked["llama_cpp_version"] = read_version(args.llama_server)
         document = json.dumps(asked | report.to_json(), indent=2)
         Path(args.json).write_text(document + "\n")
     if args.plot:

@@ -84,7 +84,12 @@ def test_waves_are_summed_up(report_module):
     assert figures["first_token_ms"] == 2000.0
 
 
-def make_report(module: ModuleType, names: list[str], decode: dict[str, list[float]]):
+def make_report(
+    module: ModuleType,
+    names: list[str],
+    decode: dict[str, list[float]],
+    limits: tuple[float, ...] = (0.0, 0.0, 0.0),
+):
     report = module.PeersReport(names, [1, 32], 10**8, 10**8)
     for name in names:
         for concurrency in (1, 32):
@@ -92,7 +97,11 @@ def make_report(module: ModuleType, names: list[str], decode: dict[str, list[flo
                 figures = dict.fromkeys((module.PROMPT, module.OUTPUT), 10.0)
                 figures |= {module.FIRST: 5.0, module.DECODE: rate * concurrency}
                 report.add_load(name, concurrency, figures)
-        report.add_process(name, {"startup_s": 1.25, "peak_memory_mib": 2000.0})
+        for limit in limits:
+            process = {"startup_s": 1.25, "peak_memory_mib": 2000.0}
+            if limit:
+                process |= {module.BYTES: limit, module.PRODUCTS: 32 * limit}
+            report.add_process(name, process)
     return report
 
 
@@ -109,17 +118,18 @@ def test_a_ratio_is_the_median_of_the_rounds_own(report_module):
 
 def test_shares_of_the_limits_need_a_step_of_the_files_weights(report_module):
     rates = RATES | {"adaptive": RATES["off"]}
-    report = make_report(report_module, ["off", "adaptive", "llama.cpp"], rates)
-    assert report.shares("off") == {}
-    for bytes_per_s in (2e9, 4e9):
-        report.limits.append({"bytes_per_s": bytes_per_s, "products_per_s": 128e9})
-    assert report.shares("off") == {"memory": 0.5, "products": 0.5}
+    names = ["off", "adaptive", "llama.cpp"]
+    assert make_report(report_module, names, rates).shares("off") == {}
+    # Rounds of 30, 10 and 20 steps a second, of which each reads 0.1 GB.
+    report = make_report(report_module, names, rates, limits=(4e9, 1e9, 8e9))
+    # 0.75, 1 and 0.25; that of the medians would be 0.5.
+    assert report.shares("off") == {"memory": 0.75, "products": 0.75}
     assert report.shares("adaptive") == {}
 
 
 def test_the_tables_show_rates_ratios_and_aims(report_module):
-    report = make_report(report_module, ["off", "llama.cpp"], RATES)
-    report.limits.append({"bytes_per_s": 4e9, "products_per_s": 128e9})
+    limits = (6e9, 2e9, 4e9)
+    report = make_report(report_module, ["off", "llama.cpp"], RATES, limits)
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in report.format().splitlines()
