@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compare_transformers import draw_prompts
-
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.benchmarks.datasets import random_requests
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -40,6 +39,8 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (DSparkSpeculator, "propose", "drafting"),
     (DSparkSpeculator, "write_context", "drafting"),
 )
+# Of ordinary words in the embedded model's vocabulary; 0 to 16 are special.
+TOKEN_IDS = list(range(1000, 40000))
 MODEL_PARTS = ("forward pass", "output layer", "drafting")
 
 
@@ -90,8 +91,10 @@ def measure(
     params = SamplingParams(
         temperature=temperature, top_p=0.95, max_tokens=1024, ignore_eos=True
     )
-    for index, prompt in enumerate(draw_prompts(0, num_requests, input_len)):
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    requests = random_requests(num_requests, input_len, 1, 0.0, TOKEN_IDS, seed=0)
+    for index, request in enumerate(requests):
+        prompt = {"prompt_token_ids": request.prompt}
+        engine.add_request(str(index), prompt, params)
     _prefill(engine, num_requests)
 
     steps: dict[str, list[float]] = defaultdict(list)

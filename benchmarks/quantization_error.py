@@ -4,15 +4,21 @@
 
 A model's own float32 weights are the reference: of a GGUF file, its dequantised ones.
 All predictions are of the text's own tokens before them, in windows.
+
+With `--llama-perplexity`, llama.cpp's program of this name, its figures stand beside
+ours. It predicts the second half of each full window only, and tells no logit that is
+below the likeliest by more than 16; so all figures are then of such predictions.
 """
 
 import argparse
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from llama_perplexity import MAX_BELOW, run_llama_perplexity
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -121,29 +127,91 @@ def load(config: VllmConfig, quantization: str) -> CausalLM:
     return load_model(replace(config, model_config=model_config), CPU)
 
 
+@dataclass(frozen=True)
+class Scope:
+    """Which predictions are compared, and how far down.
+
+    Args:
+        windows: tokens; none sees what is in another.
+        first: index of the first prediction of a window.
+        max_below: a logit further below its row's largest counts as if it were there.
+    """
+
+    windows: tuple[torch.Tensor, ...]
+    first: int = 0
+    max_below: float = math.inf
+
+    def predict(self, model: CausalLM) -> Iterator[torch.Tensor]:
+        """Yield the logits of each window."""
+        for window in self.windows:
+            yield compute_logits(model, window)[self.first : -1]
+
+    def predict_llama_cpp(
+        self, program: str, model: str, text: str
+    ) -> Iterator[torch.Tensor]:
+        """Yield llama.cpp's logits of each window."""
+        found = run_llama_perplexity(program, model, text, WINDOW)
+        for window, (token_ids, log_probs) in zip(self.windows, found, strict=True):
+            assert torch.equal(window, token_ids), "it reads other tokens in the text"
+            yield log_probs
+
+    def compare(
+        self, predictions: Iterable[torch.Tensor], reference: CausalLM
+    ) -> Error:
+        """Return the error of the logits of each window."""
+        error = Error()
+        expected = self.predict(reference)
+        for window, logits, exact in zip(
+            self.windows, predictions, expected, strict=True
+        ):
+            ids = window[self.first + 1 :]
+            error.add(self._clip(logits), self._clip(exact), ids)
+        return error
+
+    def _clip(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.maximum(logits.amax(-1, keepdim=True) - self.max_below)
+
+
+def make_scope(token_ids: torch.Tensor, is_beside_llama_cpp: bool) -> Scope:
+    """Return what is compared of a text."""
+    windows = token_ids.split(WINDOW)
+    if not is_beside_llama_cpp:
+        return Scope(windows)
+    full = tuple(window for window in windows if len(window) == WINDOW)
+    return Scope(full, WINDOW // 2, MAX_BELOW)
+
+
 def main() -> None:
     """Print a line a text and quantisation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="the embedded one by default")
     parser.add_argument("--text", type=Path, nargs="+", default=list(TEXTS))
     parser.add_argument("--quantization", nargs="+", default=["gguf", "int8"])
+    parser.add_argument("--llama-perplexity", help="llama.cpp's program: beside it")
     args = parser.parse_args()
     config = EngineArgs(
         model=args.model, speculative_config=None, use_tqdm_on_load=False
     ).create_engine_config()
     tokenizer = Tokenizer.from_path(config.model_config.tokenizer)
-    texts = {
-        path.name: torch.tensor(tokenizer.encode(read_text(path))) for path in args.text
+    texts = {path.name: read_text(path) for path in args.text}
+    scopes = {
+        name: make_scope(
+            torch.tensor(tokenizer.encode(text)), bool(args.llama_perplexity)
+        )
+        for name, text in texts.items()
     }
     reference = load(config, "none")
     for quantization in args.quantization:
         model = load(config, quantization)
-        for name, token_ids in texts.items():
-            error = Error()
-            for window in token_ids.split(WINDOW):
-                expected = compute_logits(reference, window)[:-1]
-                error.add(compute_logits(model, window)[:-1], expected, window[1:])
+        for name, scope in scopes.items():
+            error = scope.compare(scope.predict(model), reference)
             print(f"{quantization}, {name}, {error}", flush=True)
+    if args.llama_perplexity:
+        program = args.llama_perplexity, config.model_config.model
+        for name, scope in scopes.items():
+            predictions = scope.predict_llama_cpp(*program, texts[name])
+            error = scope.compare(predictions, reference)
+            print(f"llama.cpp, {name}, {error}", flush=True)
 
 
 if __name__ == "__main__":

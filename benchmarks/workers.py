@@ -27,6 +27,7 @@ class Worker:
             text=True,
             cwd=REPOSITORY,
         )
+        self.pid = self._process.pid
 
     def order(self, **order: Any) -> dict[str, Any]:
         """Give an order, and return the answer."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from vllm.benchmarks.table import format_table
+
 ADAPTIVE, OFF = "adaptive", "off"
 
 
@@ -83,7 +85,7 @@ class SweepReport:
         """Return a Markdown table of tokens per second and ratios."""
         names = [setting_title(setting) for setting in self.settings]
         head = ["requests", *names, "best other", "adaptive / best", "adaptive / off"]
-        lines = [head, ["---:"] * len(head)]
+        lines = []
         for concurrency in self.concurrencies:
             comparison = self.compare(concurrency)
             best = comparison.get("best_other")
@@ -99,10 +101,7 @@ class SweepReport:
                     _ratio(comparison.get("adaptive_to_off")),
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            f"| {' | '.join(map(str.rjust, cells, widths))} |" for cells in lines
-        )
+        return format_table(head, lines)
 
     def draw(self, path: str) -> None:
         """Write a picture: speed by load, and drafts that were verified by load."""
