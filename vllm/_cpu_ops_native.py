@@ -52,7 +52,7 @@ _SHORT = {
     "vllm_take_accepted_prefix": "ppipiipp:i",
     "vllm_post_update": "pippppipiipp:i",
     "vllm_admit_drafts": "piippiip:i",
-    "vllm_read_curves": "ppiipiippiffiipp:i",
+    "vllm_read_curves": "ppiipiipppiiffiipp:i",
     "vllm_count_outcomes": "pipiipppiii:i",
     "vllm_noise_keys": "pppiip:",
 }

@@ -223,12 +223,13 @@ class StepOps:
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         is_seeded: torch.Tensor,
+        is_constrained: torch.Tensor,
         low: float,
         knots_per_unit: float,
         parts: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_reqs, num_drafts = scores.shape
-        (max_num_reqs,) = temperature.shape
+        (max_num_reqs,), num_kinds = temperature.shape, curves.shape[0]
         if scores.dtype is not torch.float32 or curves.shape[1] != num_drafts:
             raise ValueError(
                 f"{tuple(scores.shape)} scores in {scores.dtype} for curves of "
@@ -237,8 +238,8 @@ class StepOps:
         probs = torch.empty((num_reqs, num_drafts))
         marks = torch.empty((num_reqs, num_drafts), dtype=torch.int32)
         failed = self._c.read_curves(
-            # A curve a draft for each of the three ways to verify.
-            _address(curves, 3, torch.float32),
+            # A curve a draft, for each way to verify, with a grammar and without.
+            _address(curves, num_kinds, torch.float32),
             scores.data_ptr(),
             *scores.stride(),
             _address(idx_mapping, num_reqs, torch.int32),
@@ -246,7 +247,9 @@ class StepOps:
             num_drafts,
             _address(temperature, max_num_reqs, torch.float32),
             _address(is_seeded, max_num_reqs, torch.bool),
+            _address(is_constrained, max_num_reqs, torch.bool),
             max_num_reqs,
+            num_kinds // 2,
             low,
             knots_per_unit,
             curves.shape[2],

@@ -179,9 +179,10 @@ VLLM_API int64_t vllm_read_curves(const float* curves, const float* scores,
                                   int64_t req_stride, int64_t stride,
                                   const int32_t* idx_mapping, int64_t num_reqs,
                                   int64_t num_drafts, const float* temperature,
-                                  const uint8_t* is_seeded, int64_t max_num_reqs, float low,
-                                  float knots_per_unit, int64_t num_knots, int64_t parts,
-                                  float* probs, int32_t* marks);
+                                  const uint8_t* is_seeded, const uint8_t* is_constrained,
+                                  int64_t max_num_reqs, int64_t num_verifications,
+                                  float low, float knots_per_unit, int64_t num_knots,
+                                  int64_t parts, float* probs, int32_t* marks);
 VLLM_API int64_t vllm_count_outcomes(int32_t* counts, int64_t num_cells, int32_t* marks,
                                      int64_t max_num_reqs, int64_t num_drafts,
                                      const int32_t* idx_mapping,

@@ -52,14 +52,16 @@ VLLM_API int64_t vllm_read_curves(const float* curves, const float* scores,
                                   int64_t req_stride, int64_t stride,
                                   const int32_t* idx_mapping, int64_t num_reqs,
                                   int64_t num_drafts, const float* temperature,
-                                  const uint8_t* is_seeded, int64_t max_num_reqs, float low,
-                                  float knots_per_unit, int64_t num_knots, int64_t parts,
-                                  float* probs, int32_t* marks) {
+                                  const uint8_t* is_seeded, const uint8_t* is_constrained,
+                                  int64_t max_num_reqs, int64_t num_verifications,
+                                  float low, float knots_per_unit, int64_t num_knots,
+                                  int64_t parts, float* probs, int32_t* marks) {
   for (int64_t req = 0; req < num_reqs; ++req) {
     const int64_t row = idx_mapping[req];
     if (row < 0 || row >= max_num_reqs) return 1;
     const bool is_drawn = temperature[row] != 0.0f;
-    const int64_t kind = is_drawn ? 1 + (is_seeded[row] != 0) : 0;
+    const int64_t first_kind = is_constrained[row] != 0 ? num_verifications : 0;
+    const int64_t kind = first_kind + (is_drawn ? 1 + (is_seeded[row] != 0) : 0);
     for (int64_t step = 0; step < num_drafts; ++step) {
       const int64_t out = req * num_drafts + step;
       const float score = scores[req * req_stride + step * stride];

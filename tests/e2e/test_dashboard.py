@@ -47,6 +47,8 @@ PROMPTS = (
 # Anything that Chromium's own start page or services would ask for is not the page's.
 WIDTH = "document.querySelector('#timeline').clientWidth"
 FIGURES = ("timeline", "positions", "reliability", "batches", "cost")
+TABLE = "[...document.querySelectorAll('#requests tr')].map((row) => row.cells.length)"
+HEADS = "[...document.querySelectorAll('#requests th')].map((one) => one.textContent)"
 LOADED = "performance.getEntriesByType('resource').map((one) => one.name)"
 
 
@@ -214,6 +216,19 @@ def test_a_request_is_read_token_by_token(page: Browser, texts: list[str]) -> No
     if page.evaluate("document.querySelector('#tokens .t-rejected') !== null"):
         assert page.evaluate(hidden) == "none"
     page.evaluate("document.querySelector('#ghosts').click()")
+
+
+def test_without_speculation_the_table_is_silent_on_drafts(
+    page: Browser, texts: list[str]
+) -> None:
+    heads = page.evaluate(HEADS)
+    silent, widths = page.evaluate(
+        f"(data.server.method = null, draw(), [{HEADS}, {TABLE}])"
+    )
+    page.evaluate("update()")
+    assert set(heads) - set(silent) == {"tokens a step", "verified", "accepted"}
+    assert set(widths) == {len(silent)}
+    assert page.evaluate(HEADS) == heads
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])

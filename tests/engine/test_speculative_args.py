@@ -234,6 +234,8 @@ def test_a_cost_table_that_is_none_or_would_be_unread_is_refused(
     with pytest.raises(VLLMValidationError, match=message) as info:
         resolve_speculative_config(keys | {"cost_table": str(path)}, target())
     assert info.value.parameter == "speculative_config.cost_table"
+    # Nothing but the message is seen on a command line.
+    assert "speculative_config.cost_table" in str(info.value)
 
 
 SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
@@ -291,8 +293,11 @@ SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
             "enable_adaptive_verification",
         ),
         (NGRAM | {"cost_table": 5}, "cost_table"),
+        (NGRAM | {"cost_table": ""}, "cost_table"),
+        (NGRAM | {"cost_table": "a\0b"}, "cost_table"),
         ({"model": "", "num_speculative_tokens": 2}, "model"),
         ({"model": 5, "num_speculative_tokens": 2}, "model"),
+        ({"model": "a\0b", "num_speculative_tokens": 2}, "model"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_name_of_its_key(values, parameter):

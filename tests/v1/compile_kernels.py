@@ -87,7 +87,7 @@ KERNELS = {
         "*fp32 i32 *i32 *fp32 *fp32 i32 fp32 2048"
     ),
     "worker.gpu.spec_decode.confidence.curves._read_curves_kernel": (
-        "*fp32 *fp32 i32 i32 *i32 *fp32 *i1 *fp32 *i32 i32 fp32 fp32 17 256 8"
+        "*fp32 *fp32 i32 i32 *i32 *fp32 *i1 *i1 *fp32 *i32 i32 fp32 fp32 17 256 3 8"
     ),
     "worker.gpu.spec_decode.confidence.outcomes._count_outcomes_kernel": (
         "*i32 *i32 *i32 *i32 *i32 i32 i32 256 8"

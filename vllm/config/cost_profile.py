@@ -80,20 +80,22 @@ def read_cost_profile(path: str, parameter: str | None = None) -> CostProfile:
     """Read a document from a file.
 
     Raises:
-        VLLMValidationError: there is no such file, or it is no such document.
+        VLLMValidationError: there is no such file, or it is no such document; the
+            message names what named the file, and the file.
     """
+    source = path if parameter is None else f"{parameter} {path}"
     try:
         with open(path, encoding="utf-8") as file:
             document = json.load(file)
     except OSError as error:
         raise VLLMValidationError(
-            f"{path} cannot be read: {error.strerror}", parameter=parameter
+            f"{source} cannot be read: {error.strerror}", parameter=parameter
         ) from None
     except (ValueError, RecursionError) as error:
         raise VLLMValidationError(
-            f"{path} is not JSON: {error}", parameter=parameter
+            f"{source} is not JSON: {error}", parameter=parameter
         ) from None
-    return parse_cost_profile(document, path, parameter)
+    return parse_cost_profile(document, source, parameter)
 
 
 def _is_sample(sample: object) -> bool:

@@ -99,8 +99,8 @@ def check_speculative_config(values: dict[str, Any] | str | None) -> None:
             "must be true or false",
             keys.enable_adaptive_verification,
         )
-    if keys.cost_table is not None and not isinstance(keys.cost_table, str):
-        raise invalid(_PREFIX + "cost_table", "must name a file", keys.cost_table)
+    if keys.cost_table is not None:
+        _check_name(_PREFIX + "cost_table", keys.cost_table, "a file")
     _check_integers(keys)
     _check_lookup(keys)
     if keys.num_speculative_tokens is not None:
@@ -250,8 +250,13 @@ def _make_config(
 def _check_model(keys: _Keys) -> None:
     if keys.model is None and keys.method in ("ngram", *_OWN_METHODS):
         return
-    if not (isinstance(keys.model, str) and keys.model):
-        raise invalid(_PREFIX + "model", "must name the drafter", keys.model)
+    _check_name(_PREFIX + "model", keys.model, "the drafter")
+
+
+def _check_name(parameter: str, value: object, what: str) -> None:
+    # No name of a file has a NUL; to open one is no OSError.
+    if not (isinstance(value, str) and value and "\0" not in value):
+        raise invalid(parameter, f"must name {what}", value)
 
 
 def _check_integers(keys: _Keys) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.v1.e2e.tiny_drafter import save_tiny_drafter
 from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, save_tiny_model
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import Drafts
@@ -146,3 +146,33 @@ def test_what_is_said_becomes_what_the_target_does(model, tmp_path, method):
     engine.shutdown()
     predicted, happened = torch.tensor(trials[-150:]).double().mean(dim=0).tolist()
     assert predicted == pytest.approx(happened, abs=0.1)
+
+
+def test_a_drafter_is_not_blamed_for_what_grammars_refuse(model):
+    # A drafter that is always right, but for what grammars want.
+    keys = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    engine = TinyEngine(model, speculative_config=keys)
+    firsts: list[float] = []
+
+    def look(propose: Any, *args: Any) -> Drafts:
+        drafts = propose(*args)
+        has_drafts = drafts.num_drafts > 0
+        firsts.extend(drafts.confidence_probs[has_drafts, 0].tolist())
+        return drafts
+
+    watch(engine, look)
+    params = {
+        "temperature": 0.0,
+        "max_tokens": 90,
+        "ignore_eos": True,
+        "logit_bias": {NAN_ID: -100.0},
+    }
+    digits = StructuredOutputsParams(regex="[0-9]+")
+    plain = (PROMPT, SamplingParams(**params))
+    engine.run(
+        [plain, *[(PROMPT, SamplingParams(structured_outputs=digits, **params))] * 4]
+    )
+    firsts.clear()
+    engine.run([plain])
+    engine.shutdown()
+    assert min(firsts) > 0.9

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.spec_decode.confidence.scale import (
 )
 
 ONE_REQUEST = torch.zeros(1, dtype=torch.int32)
-TEMPERATURE, IS_SEEDED = torch.ones(1), torch.zeros(1, dtype=torch.bool)
+TEMPERATURE, NEITHER = torch.ones(1), torch.zeros(1, dtype=torch.bool)
 
 
 def scores_of(model: Model, text: Text, drafts: Text) -> torch.Tensor:
@@ -49,7 +49,7 @@ def read(curves: np.ndarray, scores: torch.Tensor) -> tuple[np.ndarray, torch.Te
     """Return [K] confidences, and the marks of the drafts."""
     tensor = torch.from_numpy(curves).float()
     probs, marks = read_curves(
-        tensor, scores, ONE_REQUEST, TEMPERATURE, IS_SEEDED, CERTAINTIES
+        tensor, scores, ONE_REQUEST, TEMPERATURE, NEITHER, NEITHER, CERTAINTIES
     )
     return probs[0].double().numpy(), marks
 

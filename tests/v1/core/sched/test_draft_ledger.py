@@ -65,13 +65,13 @@ class Reader:
             clock=lambda: self.now_s,
         )
 
-    def run_step(self, *, num_sampled: dict[str, int], **fields):
+    def run_step(self, *, num_sampled: dict[str, int], grammar=None, **fields):
         """Return what each request is told."""
         req_ids = ["b", "a", "c"]
         result = ModelRunnerOutput(
             req_ids, {name: i for i, name in enumerate(req_ids)}, [], **fields
         )
-        self.ledger.open_step(STEP, result, None)
+        self.ledger.open_step(STEP, result, grammar)
         settled = {
             name: self.ledger.settle(name, count) for name, count in num_sampled.items()
         }
@@ -111,6 +111,20 @@ def test_survival_is_held_against_what_became_of_verified_drafts():
     assert num_pairs.sum(axis=1).tolist() == [2, 1, 0]
     happened = np.reshape(calibration.happened, (3, NUM_BINS))
     assert happened.sum(axis=1).tolist() == [2, 0, 0]
+
+
+def test_a_verified_draft_that_a_grammar_refuses_has_not_survived():
+    reader = Reader()
+    reader.run_step(
+        num_sampled={"a": 2},
+        grammar=GrammarOutput(["a"], np.zeros((4, 1), np.int32), [1]),
+        num_verified_drafts={"a": 2},
+        draft_confidences=CONFIDENCES,
+    )
+    calibration = reader.report().calibration
+    # Of the first draft and of the refused one; the third was trimmed.
+    assert sum(calibration.num_pairs) == 2
+    assert sum(calibration.happened) == 1
 
 
 def test_predictions_of_survival_are_products_of_confidences():

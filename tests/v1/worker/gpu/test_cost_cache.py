@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,30 @@ def test_what_was_measured_is_found_by_the_next_start(config):
     assert CostCache(config, CPU).load() is None
     CostCache(config, CPU).save(PROFILE)
     assert CostCache(config, CPU).load() == PROFILE
+
+
+def test_who_starts_meanwhile_waits_and_reads_what_was_measured(config, monkeypatch):
+    waits, told = threading.Event(), []
+    monkeypatch.setattr(cost_cache.logger, "info", lambda message: waits.set())
+
+    def start() -> None:
+        cache = CostCache(config, CPU)
+        with cache.alone() as has_waited:
+            told.append((has_waited, cache.load()))
+
+    second = threading.Thread(target=start)
+    with CostCache(config, CPU).alone() as has_waited:
+        second.start()
+        assert waits.wait(timeout=30)
+        CostCache(config, CPU).save(PROFILE)
+    second.join(timeout=30)
+    assert (has_waited, told) == (False, [(True, PROFILE)])
+
+
+def test_a_folder_that_cannot_be_made_keeps_nobody_out(config, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", os.devnull)
+    with CostCache(config, CPU).alone() as first, CostCache(config, CPU).alone() as two:
+        assert (first, two) == (False, False)
 
 
 def change_model(config: VllmConfig) -> VllmConfig:

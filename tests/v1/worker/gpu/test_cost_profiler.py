@@ -214,6 +214,11 @@ def test_noise_is_how_far_equal_steps_lie_apart():
     assert relative_noise({StepShape(1): [3.0]}) == 0.0
 
 
+def test_a_step_that_ran_once_does_not_make_a_busy_machine_seem_quiet():
+    once = {StepShape(num_reqs): [50.0] for num_reqs in range(2, 20)}
+    assert relative_noise(once | {StepShape(1): [10.0, 30.0]}) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize(("noise", "num_files"), [(0.1, 1), (0.3, 0)])
 def test_what_a_busy_machine_measured_is_not_kept(
     model, cache, monkeypatch, noise, num_files

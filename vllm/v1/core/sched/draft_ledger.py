@@ -101,7 +101,8 @@ class DraftLedger:
         # [num_reqs, num_speculative_tokens] float64, in the order of the result.
         self._survivals: np.ndarray | None = None
         self._batch_idx: dict[str, int] = {}
-        # (batch_idx, verified, accepted) of each settled proposal.
+        # (batch_idx, admitted, accepted) of each settled proposal. A refusal by the
+        # grammar is predicted too, so a refused draft has not survived.
         self._settled: list[tuple[int, int, int]] = []
         # Survivals of a step with its settled proposals, up to the next calibration.
         self._judged: list[tuple[np.ndarray, list[tuple[int, int, int]]]] = []
@@ -146,7 +147,13 @@ class DraftLedger:
         if self._is_counting:
             self._stats.observe(counts.num_drafted, step)
             if request_id in self._batch_idx:
-                self._settled.append((self._batch_idx[request_id], *step))
+                self._settled.append(
+                    (
+                        self._batch_idx[request_id],
+                        counts.num_admitted,
+                        step.num_accepted,
+                    )
+                )
         return SettledDrafts(
             step if self._tells_steps else None,
             self._trace(request_id, counts, step) if self._tells_traces else None,

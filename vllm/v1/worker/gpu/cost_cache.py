@@ -1,9 +1,11 @@
 """Measured costs on disk, found again while nothing has changed that they depend on."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,27 @@ class CostCache:
             )
             return None
         return profile if setup == self._setup else None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Keep others out who measure: servers that start at once disturb each other.
+
+        Yields:
+            Whether another one was waited for: the file may be there now.
+        """
+        with contextlib.ExitStack() as stack:
+            has_waited = False
+            # A folder that cannot be written, or locked, keeps nobody out.
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(open(self.path.parent / ".lock", "w"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    logger.info("Waiting for another server to measure step costs")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    has_waited = True
+            yield has_waited
 
     def save(self, profile: CostProfile) -> None:
         """Write the file, whole or not at all; a failure is a warning."""

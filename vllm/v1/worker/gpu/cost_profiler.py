@@ -62,18 +62,27 @@ def prepare_cost_model(
     assert config.speculative_config is not None, "costs are for speculation"
     profile = config.speculative_config.cost_profile
     if profile is None:
-        cache = CostCache(config, runner.device)
-        profile = cache.load()
-        if profile is None:
-            profile = _measure_and_save(runner, kv_cache_config, cache)
-        else:
-            logger.info("Step costs read from %s", cache.path)
+        profile = _load_or_measure(runner, kv_cache_config)
     max_num_reqs = config.scheduler_config.max_num_seqs
     max_num_tokens = max(
         config.scheduler_config.max_num_batched_tokens,
         max_num_reqs * (1 + config.num_speculative_tokens),
     )
     return CostModel.from_profile(profile, max_num_reqs, max_num_tokens)
+
+
+def _load_or_measure(
+    runner: GPUModelRunner, kv_cache_config: KVCacheConfig
+) -> CostProfile:
+    cache = CostCache(runner.vllm_config, runner.device)
+    profile = cache.load()
+    if profile is None:
+        with cache.alone() as has_waited:
+            profile = cache.load() if has_waited else None
+            if profile is None:
+                return _measure_and_save(runner, kv_cache_config, cache)
+    logger.info("Step costs read from %s", cache.path)
+    return profile
 
 
 def _measure_and_save(
@@ -220,12 +229,17 @@ def time_shapes(
 
 
 def relative_noise(times: dict[StepShape, list[float]]) -> float:
-    """Return how far a step's time is from the median of its shape, as a rule."""
+    """Return how far a step's time is from the median of its shape, as a rule.
+
+    A shape that ran once is not near its median, it is it: a machine so busy that
+    little could be repeated must not seem quiet. 0 where nothing ran twice.
+    """
     deviations = []
     for rounds in times.values():
-        median = statistics.median(rounds)
-        deviations += [abs(ms - median) / median for ms in rounds]
-    return statistics.median(deviations)
+        if len(rounds) > 1:
+            median = statistics.median(rounds)
+            deviations += [abs(ms - median) / median for ms in rounds]
+    return statistics.median(deviations) if deviations else 0.0
 
 
 def make_profile(costs: dict[StepShape, float]) -> CostProfile:

@@ -42,6 +42,8 @@ class SamplingStates:
         # [max_num_reqs] bool: the request named its seed, so its drafts are verified by
         # coupled sampling.
         self.is_seeded = UvaBackedTensor(max_num_reqs, torch.bool, device)
+        # [max_num_reqs] bool: a grammar decides with the model.
+        self.is_constrained = UvaBackedTensor(max_num_reqs, torch.bool, device)
         self.top_p.np[:] = 1.0
         self.num_logprobs_np = np.full(max_num_reqs, NO_LOGPROBS, dtype=np.int32)
         # Candidates that a request named itself.
@@ -64,6 +66,9 @@ class SamplingStates:
             request_seed(self._engine_seed, req_id) if seed is None else seed
         )
         self.is_seeded.np[req_state_idx] = seed is not None
+        self.is_constrained.np[req_state_idx] = (
+            sampling_params.structured_outputs is not None
+        )
         self._add_logprobs(req_state_idx, sampling_params)
         self._is_stale = True
 
@@ -101,6 +106,7 @@ class SamplingStates:
             self.min_p,
             self.seeds,
             self.is_seeded,
+            self.is_constrained,
         ):
             numbers.copy_to_device()
 

@@ -8,6 +8,7 @@ from vllm.v1.worker.gpu.spec_decode.confidence.scale import (
     CERTAINTIES,
     HEAD_LOGITS,
     MATCH_LENGTHS,
+    NUM_KINDS,
     PARTS_PER_KNOT,
     ScoreScale,
 )
@@ -19,8 +20,10 @@ all_forms = pytest.mark.parametrize(
 )
 NAN = float("nan")
 SCALE = ScoreScale(low=0.0, high=4.0, num_knots=3, slope=1.0, intercept=0.0)
-# A greedy request, one that draws, and one that draws by a seed.
-TEMPERATURE, IS_SEEDED = [0.0, 0.8, 0.8], [True, False, True]
+# A greedy request, one that draws, and one that draws by a seed; then the same under a
+# grammar.
+TEMPERATURE, IS_SEEDED = [0.0, 0.8, 0.8] * 2, [True, False, True] * 2
+IS_CONSTRAINED = [False] * 3 + [True] * 3
 
 
 def read(impl, logits, scores, rows, device):
@@ -30,6 +33,7 @@ def read(impl, logits, scores, rows, device):
         torch.tensor(rows, dtype=torch.int32, device=device),
         torch.tensor(TEMPERATURE, device=device),
         torch.tensor(IS_SEEDED, device=device),
+        torch.tensor(IS_CONSTRAINED, device=device),
         SCALE,
     )
     knots = marks.double() / PARTS_PER_KNOT
@@ -38,7 +42,7 @@ def read(impl, logits, scores, rows, device):
 
 @all_forms
 def test_a_curve_is_a_straight_line_between_its_knots(impl, device):
-    logits = [[[-1.0, 1.0, 0.0]]] * 3
+    logits = [[[-1.0, 1.0, 0.0]]] * 6
     scores = [[0.0], [0.5], [2.0], [3.0], [4.0]]
     values, _ = read(impl, logits, scores, [0] * 5, device)
     assert sum(values, []) == pytest.approx([-1.0, -0.5, 1.0, 0.5, 0.0], abs=1e-5)
@@ -46,7 +50,7 @@ def test_a_curve_is_a_straight_line_between_its_knots(impl, device):
 
 @all_forms
 def test_a_score_beyond_the_knots_counts_as_the_last_knot(impl, device):
-    logits = [[[-1.0, 1.0, 0.5]]] * 3
+    logits = [[[-1.0, 1.0, 0.5]]] * 6
     scores = [[-3.0], [9.0], [math.inf], [-math.inf]]
     values, knots = read(impl, logits, scores, [0] * 4, device)
     assert sum(values, []) == pytest.approx([-1.0, 0.5, 0.5, -1.0], abs=1e-5)
@@ -54,26 +58,25 @@ def test_a_score_beyond_the_knots_counts_as_the_last_knot(impl, device):
 
 
 @all_forms
-def test_each_place_and_verification_has_a_curve_of_its_own(impl, device):
+def test_each_place_and_kind_has_a_curve_of_its_own(impl, device):
     # Curve c of place k is level at c + k / 2.
-    logits = [[[c + k / 2] * 3 for k in range(2)] for c in (-1.0, 0.0, 1.0)]
-    values, _ = read(impl, logits, [[1.0, 1.0]] * 3, [2, 0, 1], device)
-    assert values == [
-        pytest.approx(pair, abs=1e-5) for pair in ([1.0, 1.5], [-1.0, -0.5], [0.0, 0.5])
-    ]
+    logits = [[[c + k / 2] * 3 for k in range(2)] for c in range(-3, 3)]
+    rows = [2, 0, 1, 5, 3, 4]
+    values, _ = read(impl, logits, [[1.0, 1.0]] * 6, rows, device)
+    assert values == [pytest.approx([r - 3, r - 2.5], abs=1e-5) for r in rows]
 
 
 @all_forms
 def test_a_mark_says_which_curve_was_read_and_where(impl, device):
-    # Six knots for each verification.
-    scores = [[0.0, 2.0], [0.5, 3.0], [1.0, 4.0]]
-    _, knots = read(impl, [[[0.0] * 3] * 2] * 3, scores, [0, 1, 2], device)
-    assert knots == [[0.0, 4.0], [6.25, 10.5], [12.5, 17.0]]
+    # Six knots for each kind.
+    scores = [[0.0, 2.0], [0.5, 3.0], [1.0, 4.0], [1.0, 4.0]]
+    _, knots = read(impl, [[[0.0] * 3] * 2] * 6, scores, [0, 1, 2, 5], device)
+    assert knots == [[0.0, 4.0], [6.25, 10.5], [12.5, 17.0], [30.5, 35.0]]
 
 
 @all_forms
 def test_what_is_no_draft_is_never_accepted(impl, device):
-    values, knots = read(impl, [[[9.0] * 3] * 2] * 3, [[NAN, 1.0]], [0], device)
+    values, knots = read(impl, [[[9.0] * 3] * 2] * 6, [[NAN, 1.0]], [0], device)
     assert values[0][0] == -math.inf
     assert knots[0] == [-1.0 / PARTS_PER_KNOT, 3.5]
 
@@ -82,7 +85,7 @@ def test_what_is_no_draft_is_never_accepted(impl, device):
 @pytest.mark.parametrize("num_drafts", [1, 5, 8])
 def test_the_kernel_matches_its_twin(scale, num_drafts, device):
     generator = torch.Generator().manual_seed(num_drafts)
-    shape = 3, num_drafts, scale.num_knots
+    shape = NUM_KINDS, num_drafts, scale.num_knots
     logits = torch.randn(shape, generator=generator) * 3
     scores = torch.randn(6, num_drafts, generator=generator) * scale.high
     scores[2, 0] = NAN
@@ -92,6 +95,7 @@ def test_the_kernel_matches_its_twin(scale, num_drafts, device):
         torch.tensor([3, 0, 2, 1, 3, 4], dtype=torch.int32, device=device),
         torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0], device=device),
         torch.tensor([False, True, False, True, True], device=device),
+        torch.tensor([True, False, False, False, True], device=device),
         scale,
     )
     expected_probs, expected_marks = curves._read_curves_torch(*arguments)

@@ -9,7 +9,7 @@ from tests.v1.worker.gpu.spec_decode.confidence.processes import (
     level,
     wavy,
 )
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.confidence.estimator import (
@@ -23,6 +23,9 @@ NUM_DRAFTS = 4
 MANY = 256
 GREEDY = SamplingParams(temperature=0.0)
 STANDARD = SamplingParams(temperature=1.0)
+CONSTRAINED = SamplingParams(
+    temperature=1.0, structured_outputs=StructuredOutputsParams(regex="a*")
+)
 
 
 class Serving:
@@ -134,6 +137,34 @@ def test_greedy_and_sampled_requests_are_told_apart(device):
     serving.run(by_verification, MANY)
     said, true = serving.run(by_verification, MANY // 8)
     assert compute_ece(said[:, 0], true[:, 0]) < 0.03
+
+
+def test_what_grammars_refuse_does_not_count_against_the_drafter(device):
+    serving = Serving(device, [STANDARD, CONSTRAINED] * 8)
+
+    def refused_if_unsure(places: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        probs = falling(places, scores)
+        probs[1::2] *= scores[1::2] > 3.0
+        return probs
+
+    serving.run(refused_if_unsure, MANY)
+    said, true = serving.run(refused_if_unsure, MANY // 8)
+    for kind in (said[0::2], true[0::2]), (said[1::2], true[1::2]):
+        assert compute_ece(kind[0][:, 0], kind[1][:, 0]) < 0.04
+
+
+def test_requests_of_a_server_for_json_say_nothing_of_others(device):
+    serving = Serving(device, [CONSTRAINED] * 7 + [STANDARD])
+    scores = np.full((8, NUM_DRAFTS), 3.0)
+    first = serving.propose(scores)
+    none = np.zeros(8, dtype=int)
+    for _ in range(MANY):
+        admitted = np.where(np.arange(8) < 7, NUM_DRAFTS, 0)
+        serving.propose(scores)
+        serving.verify(admitted, none)
+    last = serving.propose(scores)
+    assert (last[:7, 0] < 0.05).all()
+    assert np.array_equal(last[7], first[7])
 
 
 def test_counts_are_read_two_steps_after_they_were_sent(device):

@@ -4,7 +4,11 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
-from vllm.v1.worker.gpu.spec_decode.confidence.scale import PARTS_PER_KNOT, ScoreScale
+from vllm.v1.worker.gpu.spec_decode.confidence.scale import (
+    PARTS_PER_KNOT,
+    ScoreScale,
+    Verification,
+)
 
 
 def read_curves(
@@ -13,17 +17,20 @@ def read_curves(
     idx_mapping: torch.Tensor,
     temperature: torch.Tensor,
     is_seeded: torch.Tensor,
+    is_constrained: torch.Tensor,
     scale: ScoreScale,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the curve of each draft's place and verification, linear between knots.
+    """Read the curve of each draft's place and kind, linear between knots.
 
     Args:
-        curves: [verifications, num_speculative_tokens, num_knots] float32, logits of
-            acceptance at the knots.
+        curves: [NUM_KINDS, num_speculative_tokens, num_knots] float32, logits of
+            acceptance at the knots; kinds are verifications without a grammar, then
+            under one.
         scores: [num_reqs, num_speculative_tokens] float32, NaN for no draft.
         idx_mapping: [num_reqs] int32, batch_idx -> request row.
         temperature: [max_num_reqs] float32.
         is_seeded: [max_num_reqs] bool.
+        is_constrained: [max_num_reqs] bool: a grammar judges the drafts as well.
         scale: of the scores.
 
     Returns:
@@ -34,7 +41,7 @@ def read_curves(
 
     Twin: _read_curves_torch.
     """
-    rows = idx_mapping, temperature, is_seeded
+    rows = idx_mapping, temperature, is_seeded, is_constrained
     if scores.is_cuda:
         return _read_curves_triton(curves, scores, *rows, scale)
     native = ops.maybe_step_ops()
@@ -50,6 +57,7 @@ def _read_curves_torch(
     idx_mapping: torch.Tensor,
     temperature: torch.Tensor,
     is_seeded: torch.Tensor,
+    is_constrained: torch.Tensor,
     scale: ScoreScale,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     is_none = scores.isnan()
@@ -58,6 +66,7 @@ def _read_curves_torch(
     knot = distance.to(torch.int32).clamp_(max=scale.num_knots - 2)
     is_drawn = temperature[idx_mapping] != 0
     kind = is_drawn.to(torch.int32) + (is_drawn & is_seeded[idx_mapping])
+    kind += is_constrained[idx_mapping] * len(Verification)
     first = torch.arange(0, curves[0].numel(), scale.num_knots, device=scores.device)
     first = kind.unsqueeze(1) * curves[0].numel() + first.to(torch.int32)
     marks = (distance * PARTS_PER_KNOT + 0.5).to(torch.int32) + first * PARTS_PER_KNOT
@@ -73,6 +82,7 @@ def _read_curves_triton(
     idx_mapping: torch.Tensor,
     temperature: torch.Tensor,
     is_seeded: torch.Tensor,
+    is_constrained: torch.Tensor,
     scale: ScoreScale,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_reqs, num_drafts = scores.shape
@@ -86,6 +96,7 @@ def _read_curves_triton(
         idx_mapping,
         temperature,
         is_seeded,
+        is_constrained,
         probs,
         marks,
         num_drafts,
@@ -93,6 +104,7 @@ def _read_curves_triton(
         scale.knots_per_unit,
         NUM_KNOTS=scale.num_knots,
         PARTS=PARTS_PER_KNOT,
+        NUM_VERIFICATIONS=len(Verification),
         BLOCK_SIZE=triton.next_power_of_2(num_drafts),
     )
     return probs, marks
@@ -100,13 +112,14 @@ def _read_curves_triton(
 
 @triton.jit
 def _read_curves_kernel(
-    curves_ptr,  # [verifications, num_speculative_tokens, num_knots]
+    curves_ptr,  # [NUM_KINDS, num_speculative_tokens, num_knots]
     scores_ptr,  # [num_reqs, num_speculative_tokens]
     scores_req_stride,
     scores_stride,
     idx_mapping_ptr,  # [num_reqs]
     temperature_ptr,  # [max_num_reqs]
     is_seeded_ptr,  # [max_num_reqs]
+    is_constrained_ptr,  # [max_num_reqs]
     probs_ptr,  # [num_reqs, num_speculative_tokens]
     marks_ptr,  # [num_reqs, num_speculative_tokens]
     num_drafts,
@@ -114,6 +127,7 @@ def _read_curves_kernel(
     knots_per_unit,
     NUM_KNOTS: tl.constexpr,
     PARTS: tl.constexpr,
+    NUM_VERIFICATIONS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     # One program per request.
@@ -121,7 +135,8 @@ def _read_curves_kernel(
     req_state_idx = tl.load(idx_mapping_ptr + batch_idx).to(tl.int64)
     is_drawn = (tl.load(temperature_ptr + req_state_idx) != 0.0).to(tl.int32)
     is_seeded = tl.load(is_seeded_ptr + req_state_idx).to(tl.int32)
-    kind = is_drawn + is_drawn * is_seeded
+    is_constrained = tl.load(is_constrained_ptr + req_state_idx).to(tl.int32)
+    kind = is_drawn + is_drawn * is_seeded + NUM_VERIFICATIONS * is_constrained
     step = tl.arange(0, BLOCK_SIZE)
     mask = step < num_drafts
     score_ptr = scores_ptr + batch_idx * scores_req_stride + step * scores_stride

@@ -4,6 +4,7 @@ A confidence is a function of a score that is known before the draft is drawn, a
 what became of drafts in earlier steps. It never depends on the draft that it is about.
 """
 
+import numpy as np
 import torch
 
 from vllm.v1.worker.gpu.batch_layout import BatchLayout
@@ -15,7 +16,11 @@ from vllm.v1.worker.gpu.spec_decode.confidence.outcomes import (
     NUM_OUTCOMES,
     count_outcomes,
 )
-from vllm.v1.worker.gpu.spec_decode.confidence.scale import ScoreScale, Verification
+from vllm.v1.worker.gpu.spec_decode.confidence.scale import (
+    NUM_KINDS,
+    ScoreScale,
+    Verification,
+)
 
 # Steps with drafts up to the first fit, and from one fit to the next at the most: in
 # between their number doubles from fit to fit.
@@ -54,7 +59,7 @@ class ConfidenceEstimator:
             (max_num_reqs, num_speculative_tokens), dtype=torch.int32, device=device
         )
         shape = (
-            len(Verification),
+            NUM_KINDS,
             num_speculative_tokens,
             scale.num_knots,
             NUM_OUTCOMES,
@@ -67,8 +72,13 @@ class ConfidenceEstimator:
         """Go back to what is believed of any drafter of this kind."""
         self._marks.fill_(-1)
         self._counts.zero_()
-        num_verifications, num_places = self._counts.shape[:2]
-        self._memory = OutcomeMemory(num_verifications, num_places, self._scale)
+        num_places = self._counts.shape[1]
+        # Of drafts that only the model judges, and of those that a grammar does too:
+        # what it refuses says nothing of the others.
+        self._memories = [
+            OutcomeMemory(len(Verification), num_places, self._scale)
+            for _ in range(NUM_KINDS // len(Verification))
+        ]
         self._num_observed, self._next_refit = 0, FIRST_REFIT
         self._refit()
 
@@ -94,6 +104,7 @@ class ConfidenceEstimator:
             idx_mapping,
             self._states.temperature.gpu,
             self._states.is_seeded.gpu,
+            self._states.is_constrained.gpu,
             self._scale,
         )
         self._marks[idx_mapping.long()] = marks
@@ -122,10 +133,12 @@ class ConfidenceEstimator:
             self._snapshot.take(self._counts)
             self._counts.zero_()
         elif self._num_observed == self._next_refit + _READ_AFTER:
-            self._memory.add(self._snapshot.np)
+            counts = np.split(self._snapshot.np, len(self._memories))
+            for memory, its_counts in zip(self._memories, counts, strict=True):
+                memory.add(its_counts)
             self._refit()
             self._next_refit += min(self._next_refit, MAX_REFIT_INTERVAL)
 
     def _refit(self) -> None:
-        curves = self._memory.fit_curves().astype("float32")
-        self._curves = to_device(curves, self._device)
+        curves = np.concatenate([memory.fit_curves() for memory in self._memories])
+        self._curves = to_device(curves.astype("float32"), self._device)

@@ -25,7 +25,7 @@ def count_outcomes(
     two knots counts for both, by its nearness.
 
     Args:
-        counts: [verifications, num_speculative_tokens, num_knots, 3] int32, parts of
+        counts: [NUM_KINDS, num_speculative_tokens, num_knots, 3] int32, parts of
             drafted, tried and accepted drafts; added to in place.
         marks: [max_num_reqs, num_speculative_tokens] int32, by request row, of the
             drafts of the step, as `read_curves` says; those of the step become -1.
@@ -104,7 +104,7 @@ def _add_parts(count_ptr, parts, is_tried, is_accepted, mask):
 
 @triton.jit
 def _count_outcomes_kernel(
-    counts_ptr,  # [verifications, num_speculative_tokens, num_knots, 3]
+    counts_ptr,  # [NUM_KINDS, num_speculative_tokens, num_knots, 3]
     marks_ptr,  # [max_num_reqs, num_speculative_tokens]
     idx_mapping_ptr,  # [num_reqs]
     cu_num_logits_ptr,  # [num_reqs + 1]

@@ -21,6 +21,10 @@ class Verification(IntEnum):
     COUPLED = 2
 
 
+# Each without a grammar, then each under one, which may refuse any draft.
+NUM_KINDS = 2 * len(Verification)
+
+
 @dataclass(frozen=True)
 class ScoreScale:
     """The scores of one kind of drafter.
