@@ -8,9 +8,10 @@ import torch
 
 from tests.v1.e2e.tiny_drafter import save_tiny_drafter
 from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, save_tiny_model
+from vllm.model_executor.models.qwen3_dspark import DSparkModel
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
+from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler, Draws
 from vllm.v1.worker.gpu.spec_decode.speculator import Drafts
 
 NUM_DRAFTS = 3
@@ -89,15 +90,15 @@ def test_a_confidence_does_not_depend_on_its_draft(
     def sample_other(
         self: DraftSampler,
         logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        anchor: torch.Tensor,
         step: int,
-        *args: Any,
+        draws: Draws | None,
     ) -> torch.Tensor:
-        drafts = sample(self, logits, idx_mapping, anchor, step, *args)
+        drafts = sample(self, logits, step, draws)
         return (drafts + 1) % 200 if step == changed_step else drafts
 
     monkeypatch.setattr(DraftSampler, "sample", sample_other)
+    # All drafts in one call are the same ones, but nobody can change one on the way.
+    monkeypatch.setattr(DSparkModel, "can_walk", False)
     depends_on_earlier = False
 
     def look(propose: Any, batch: InputBatch, *args: Any) -> Drafts:
