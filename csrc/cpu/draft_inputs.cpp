@@ -11,13 +11,14 @@ VLLM_API int64_t vllm_context_slots(const int32_t* block_rows, int64_t num_rows,
                                     int64_t num_tokens, int64_t block_size,
                                     int64_t max_len, int64_t* out) {
   if (query_start_loc[0] != 0 || query_start_loc[num_reqs] != num_tokens) return 1;
+  if (!std::is_sorted(query_start_loc, query_start_loc + num_reqs + 1)) return 1;
   for (int64_t req = 0; req < num_reqs; ++req) {
     const int64_t row = idx_mapping[req];
     if (row < 0 || row >= num_rows) return 1;
     const int64_t end = std::min<int64_t>(num_computed[row], max_len);
     for (int64_t i = query_start_loc[req]; i < query_start_loc[req + 1]; ++i) {
       const int64_t position = positions[i];
-      if (position < 0 || i >= num_tokens) return 1;
+      if (position < 0) return 1;
       out[i] = -1;
       if (position >= end) continue;
       const int64_t block = position / block_size;

@@ -66,6 +66,7 @@ VLLM_API int64_t vllm_likeliest_tokens(const float* logits, int64_t stride, int6
                                        int64_t vocab_size, int64_t count, int64_t* ids) {
   using namespace vllm;
   if (count < 0 || count > vocab_size) return 1;
+  if (count == 0) return 0;
   parallel_for(num_rows, grain_for(vocab_size, 4096), [&](int64_t row) {
     find_likeliest(logits + row * stride, vocab_size, count, ids + row * count);
   });

@@ -32,12 +32,13 @@ class ContextKV(Layer):
         biases = [
             p.bias[part] for part in parts for p in projections if p.bias is not None
         ]
-        self.proj = Linear(
-            stacked.shape[1],
-            {"context_kv": stacked.shape[0]},
-            bias=bool(biases),
-            dtype=stacked.dtype,
-        )
+        with stacked.device:
+            self.proj = Linear(
+                stacked.shape[1],
+                {"context_kv": stacked.shape[0]},
+                bias=bool(biases),
+                dtype=stacked.dtype,
+            )
         self.proj.weight_slots()["context_kv.weight"].copy_(stacked)
         if self.proj.bias is not None:
             self.proj.bias.data = torch.cat(biases)

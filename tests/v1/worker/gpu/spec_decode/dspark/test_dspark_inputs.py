@@ -93,6 +93,10 @@ def test_what_has_no_block_is_refused():
     arguments[1] = int32([1], "cpu")
     with pytest.raises(IndexError, match="no blocks"):
         inputs.find_context_slots(*arguments, 4, 5)
+    # A fault would write before the array.
+    arguments[1:3] = int32([0, 0], "cpu"), int32([0, -1, 1], "cpu")
+    with pytest.raises(IndexError, match="no blocks"):
+        inputs.find_context_slots(*arguments, 4, 5)
     with pytest.raises(IndexError, match="no block"):
         blocks(inputs.lay_out_blocks, "cpu", 100, anchors=(3, 10))
 
