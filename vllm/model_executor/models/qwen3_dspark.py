@@ -121,9 +121,14 @@ class DSparkModel(Layer):
             method: for the drafter's own weights.
         """
         self.context_kv = ContextKV(self.attentions)
+        # One row: to round it would save nothing.
+        exact = self.confidence_head and self.confidence_head.proj
         for module in self.modules():
             if isinstance(module, Linear):
-                module.process_weights_after_loading(method)
+                is_exact = module is exact
+                module.process_weights_after_loading(
+                    UNQUANTIZED if is_exact else method
+                )
         self.embed_tokens = self.embed_tokens or embed_tokens
         if self.draft_vocab is not None:
             self.draft_vocab.process_weights_after_loading()
