@@ -113,9 +113,9 @@ class PeersReport:
         self.processes.setdefault(engine, []).append(figures)
 
     def median(self, engine: str, concurrency: int, name: str) -> float:
-        """Return a figure's median over the rounds."""
+        """Return a figure's median over the rounds that have it; NaN without any."""
         rounds = self.loads[engine, concurrency]
-        return statistics.median(figures[name] for figures in rounds)
+        return _median(figures[name] for figures in rounds)
 
     def ratio(self, engine: str, concurrency: int, name: str) -> float | None:
         """Return the median of the rounds' ratios to llama.cpp; None without it."""
@@ -126,7 +126,7 @@ class PeersReport:
             self.loads[BASELINE, concurrency],
             strict=True,
         )
-        return statistics.median(own[name] / peer[name] for own, peer in pairs)
+        return _median(own[name] / peer[name] for own, peer in pairs)
 
     def shares(self, engine: str) -> dict[str, float]:
         """Return the shares of the machine's limits that decoding reaches.
@@ -146,9 +146,7 @@ class PeersReport:
         rounds = zip(
             self.loads[engine, concurrency], self.processes[engine], strict=True
         )
-        return statistics.median(
-            load[DECODE] * work / process[limit] for load, process in rounds
-        )
+        return _median(load[DECODE] * work / process[limit] for load, process in rounds)
 
     def _has_limits(self) -> bool:
         return all(BYTES in one for rounds in self.processes.values() for one in rounds)
@@ -177,7 +175,12 @@ class PeersReport:
                 for (engine, concurrency), rounds in self.loads.items()
             ],
             "processes": self.processes,
-            "shares": {engine: self.shares(engine) for engine in self.engines},
+            "shares": {
+                engine: {
+                    name: _known(value) for name, value in self.shares(engine).items()
+                }
+                for engine in self.engines
+            },
         }
 
     def format(self) -> str:
@@ -273,6 +276,12 @@ class PeersReport:
             axes.tick_params(axis="x", labelrotation=30)
         figure.supylabel("decoded tokens per second (dashed: the aim)")
         figure.savefig(path, dpi=120)
+
+
+def _median(values: Iterable[float]) -> float:
+    # NaN has no place in an order.
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
 
 
 def _known(value: float | None) -> float | None:

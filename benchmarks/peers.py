@@ -189,7 +189,7 @@ def measure(
 def warm_up(engine: Engine, args: argparse.Namespace, chat: ChatFormat) -> None:
     """Let an engine do once what it does for the first time."""
     num_prompts, output_len = WARM_UP
-    prompts = chat_token_ids(chat, num_prompts, args.input_len, seed=-1)
+    prompts = chat_token_ids(chat, num_prompts, args.input_len, seed=0)
     engine.answer(prompts, min(output_len, args.output_len))
 
 
@@ -264,8 +264,9 @@ def name_list(text: str) -> list[str]:
 
 def number_list(text: str) -> list[int]:
     """Return the numbers of a flag."""
-    numbers = [int(part) for part in text.split(",") if part.isdecimal()]
-    if not numbers or min(numbers) < 1:
+    parts = text.split(",")
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(numbers) < len(parts) or min(numbers) < 1:
         raise argparse.ArgumentTypeError("must be numbers such as 1,8,32")
     return numbers
 

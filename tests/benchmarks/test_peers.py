@@ -3,8 +3,10 @@
 import importlib
 import json
 import math
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,7 +152,8 @@ def test_what_was_not_measured_is_empty_in_the_table_and_null_in_the_file(
     report_module,
 ):
     rates = RATES | {"off": [math.nan] * 3}
-    report = make_report(report_module, ["off", "llama.cpp"], rates)
+    limits = (4e9, 1e9, 8e9)
+    report = make_report(report_module, ["off", "llama.cpp"], rates, limits)
     assert "nan" not in report.format()
     [load] = [
         one
@@ -160,6 +163,15 @@ def test_what_was_not_measured_is_empty_in_the_table_and_null_in_the_file(
     assert load["medians"]["decode_tokens_per_s"] is None
     assert load["ratios"]["decode_tokens_per_s"] is None
     json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_a_round_without_a_figure_is_left_out_of_medians(report_module):
+    rates = {"off": [math.nan, 40.0, 20.0], "llama.cpp": [10.0, 10.0, 10.0]}
+    limits = (1e9, 4e9, 2e9)
+    report = make_report(report_module, ["off", "llama.cpp"], rates, limits)
+    assert report.median("off", 1, report_module.DECODE) == 30.0
+    assert report.ratio("off", 1, report_module.DECODE) == 3.0
+    assert report.shares("off") == {"memory": 1.0, "products": 1.0}
 
 
 def test_a_picture_of_the_comparison_is_drawn(report_module, tmp_path):
@@ -186,6 +198,38 @@ def test_this_repository_is_no_other_vllm(says, has, engines, tmp_path):
     python.write_text(f"#!/bin/sh\n{f'echo {says}' if says else 'exit 1'}\n")
     python.chmod(0o755)
     assert engines.has_upstream(str(python)) is has
+
+
+def test_no_engine_is_given_a_prompt_twice():
+    class Chat:
+        def encode(self, messages: list[dict[str, str]]) -> list[int]:
+            return [0, *messages[0]["content"].encode(), 0]
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.prompts: list[tuple[int, ...]] = []
+
+        def answer(self, prompts: list[list[int]], output_len: int) -> list[Any]:
+            self.prompts += map(tuple, prompts)
+            return [answer(0.0, 1.0, [1.0] * (output_len - 1), output_len)] * len(
+                prompts
+            )
+
+    peers = importlib.import_module("peers")
+    engine, args = Recorder(), Namespace(input_len=100, output_len=4)
+    peers.warm_up(engine, args, Chat())
+    for round_idx in range(2):
+        for concurrency in (1, 8):
+            peers.run_load(engine, args, Chat(), concurrency, round_idx)
+    assert len(set(engine.prompts)) == len(engine.prompts)
+
+
+@pytest.mark.parametrize("text", ["1,x", "1,8x,32", "1,,8", "0", "", "-1"])
+def test_what_is_no_number_of_requests_is_refused(text):
+    peers = importlib.import_module("peers")
+    assert peers.number_list("1,8") == [1, 8]
+    with pytest.raises(ArgumentTypeError):
+        peers.number_list(text)
 
 
 def test_a_chat_is_cut_at_the_start_of_its_content():

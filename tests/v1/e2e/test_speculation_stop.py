@@ -164,3 +164,21 @@ def test_min_tokens_counts_tokens_and_not_steps(
         assert len(answer.token_ids) == params.min_tokens + 1
         assert answer.token_ids.index(EOS_ID) == params.min_tokens
         assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_last_token_stands_where_the_context_ends(
+    model: Path, tmp_path: Path, alone: TinyEngine, drafter: str
+):
+    # Whole blocks, so that none has room for what is drafted behind the end.
+    max_model_len = 32
+    keys = {"num_speculative_tokens": NUM_DRAFTS}
+    engine = make_drafting_engine(
+        drafter, model, tmp_path, ALPHABET, keys, max_model_len=max_model_len
+    )
+    params = SamplingParams(max_tokens=max_model_len - len(PROMPT), **WRITTEN)
+    [output] = engine.run([(PROMPT, params)])
+    engine.shutdown()
+    [expected] = alone.run([(PROMPT, params)])
+    assert visible(output) == visible(expected)
+    assert len(output.prompt_token_ids) == len(PROMPT)

@@ -48,3 +48,11 @@ def test_a_gathered_table_is_as_wide_as_the_longest_sequence(device):
     table = bt.BlockTable(2, 64, 16, device)
     rows = torch.tensor([0, 1], dtype=torch.int32, device=device)
     assert [table.gather(rows, n).shape[1] for n in (1, 16, 17, 64)] == [1, 1, 2, 4]
+
+
+def test_no_more_is_gathered_than_a_row_holds(device):
+    table = bt.BlockTable(2, 32, 16, device)
+    table.set_block_ids(1, [5, 6])
+    table.apply_staged_writes()
+    row = torch.tensor([1], dtype=torch.int32, device=device)
+    assert table.gather(row, 33).tolist() == [[5, 6]]

@@ -60,10 +60,15 @@ class BlockTable:
     def gather(self, idx_mapping: torch.Tensor, max_seq_len: int) -> torch.Tensor:
         """Return the rows of a batch, cut to what `max_seq_len` tokens need.
 
+        Args:
+            idx_mapping: [num_reqs] int32.
+            max_seq_len: a bound: more than a row can hold is a whole row.
+
         Returns:
             [num_reqs, ceil(max_seq_len / block_size)] int32, contiguous.
         """
-        num_columns = triton.cdiv(max_seq_len, self.block_size)
+        max_num_blocks = self.rows.shape[1]
+        num_columns = min(triton.cdiv(max_seq_len, self.block_size), max_num_blocks)
         native = ops.maybe_step_ops()
         if native is not None and not idx_mapping.is_cuda:
             return native.gather_rows(self.rows, idx_mapping, num_columns)

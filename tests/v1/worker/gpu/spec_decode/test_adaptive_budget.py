@@ -113,6 +113,26 @@ def test_another_number_of_requests_ends_a_pause_at_once():
     assert steps.run()[0].drafts_next
 
 
+def test_a_pause_holds_no_other_number_of_requests_that_could_not_draft_before():
+    steps = Steps(12, 0.9)
+    steps.policy = AdaptiveBudget(DearForMany(**FREE))
+    assert not any(choice.drafts_next for choice in steps.run(30)[-4:])
+    steps.num_reqs = 1
+    assert not steps.run(caps=[0])[0].drafts_next
+    assert steps.run()[0].drafts_next
+
+
+def test_steps_that_sample_nothing_shorten_no_pause():
+    tries = []
+    for num_chunks in (0, 20):
+        steps = Steps(1, 0.25, **DEAR)
+        steps.run(20)
+        steps.run(num_chunks, prompt_tokens=64)
+        choices = steps.run(100)
+        tries.append([choice.drafts_next for choice in choices].index(True))
+    assert tries[0] == tries[1]
+
+
 def test_what_pays_for_few_requests_does_not_end_the_pause_of_many():
     steps = Steps(16, 0.9)
     steps.policy = AdaptiveBudget(DearForMany(**FREE))

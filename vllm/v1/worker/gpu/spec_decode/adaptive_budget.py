@@ -63,10 +63,10 @@ class AdaptiveBudget(BudgetPolicy):
         # By the number of requests, in doublings: what pays for one of them says
         # nothing about eight.
         self._switches: defaultdict[int, DraftingSwitch] = defaultdict(DraftingSwitch)
-        # Of the last step in which anything could be drafted.
+        # Of the last step in which anything could be drafted, and how many sampled.
         self._switch = self._switches[0]
-        # Of the last step that was weighed, and whether there was another one since.
         self._num_reqs = 0
+        # The last step was not weighed.
         self._is_passed_over = False
 
     def choose(
@@ -81,7 +81,6 @@ class AdaptiveBudget(BudgetPolicy):
                 step.num_non_draft_tokens
             )
             return BudgetChoice(0, drafts_next=False, predicted_ms=tokens_ms)
-        self._num_reqs = num_reqs
         past = history.get_past_confidences(step.idx_mapping_np)
         gains = expected_gains(past, step.num_drafts_np)
         costs_ms = self._costs.step_costs(
@@ -130,4 +129,5 @@ class AdaptiveBudget(BudgetPolicy):
         best = np.max((num_reqs + gains) / costs_ms)
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
         self._switch = self._switches[num_reqs.bit_length()]
+        self._num_reqs = num_reqs
         return self._switch.decide(float(best / alone))
