@@ -7,8 +7,9 @@ _PATIENCE = 0.5
 # changes nothing: a try costs a proposal and a few drafts to verify.
 _FIRST_PAUSE = 64
 _MAX_PAUSE = 512
-# Steps of a pause from one look at what drafts would bring to the next.
-_LOOK_INTERVAL = 8
+# Steps of a pause from one look at what drafts would bring to the next. Prime, so that
+# whatever else happens every so many steps is seen in its turn.
+_LOOK_INTERVAL = 7
 
 
 class DraftingSwitch:
