@@ -151,12 +151,11 @@ class DecoderLayers(nn.ModuleList):
     """
 
     def __init__(self, layers: Iterable[DecoderLayer]) -> None:
-        super().__init__(layers)
-        self.cache_names = tuple(
-            module.layer_name
-            for module in self.modules()
-            if isinstance(module, Attention)
-        )
+        in_order = tuple(layers)
+        super().__init__(in_order)
+        # A tuple, so that the layers are not registered a second time.
+        self._in_order = in_order
+        self._cache_names = tuple(layer.self_attn.attn.layer_name for layer in in_order)
 
     def run(
         self,
@@ -191,19 +190,22 @@ class DecoderLayers(nn.ModuleList):
         context = get_forward_context()
         if context.attn_metadata is None or self._fused is None:
             for layer_idx in indices:
-                self[layer_idx](positions, stream)
+                self._in_order[layer_idx](positions, stream)
             return
-        kv_caches = [context.kv_caches[name] for name in self.cache_names]
+        kv_caches = [context.kv_caches[name] for name in self._cache_names]
         self._fused(indices, stream, positions, kv_caches, context.attn_metadata)
 
     @cached_property
     def _fused(self) -> LayersRunner | None:
         """The layers as one operation; asked for when the weights are laid out."""
-        weights = [layer.compiled_weights() for layer in self]
-        if any(weight is None for weight in weights):
-            return None
-        backend: type[AttentionBackend] = self[0].self_attn.attn.backend
-        return backend.maybe_fuse_layers([w for w in weights if w is not None])
+        weights = []
+        for layer in self._in_order:
+            compiled = layer.compiled_weights()
+            if compiled is None:
+                return None
+            weights.append(compiled)
+        backend = self._in_order[0].self_attn.attn.backend
+        return backend.maybe_fuse_layers(weights)
 
 
 class DenseDecoder(Layer):
