@@ -172,7 +172,7 @@ def drafting(
         # Skips where there is none.
         drafter = load_dspark_config(request.getfixturevalue("embedded_drafter"))
         running = request.getfixturevalue("server")
-        num_drafts = drafter.num_draft_tokens
+        num_drafts = drafter.num_proposed_tokens or drafter.num_draft_tokens
         yield replace(running, num_drafts=num_drafts, is_adaptive=True)
         return
     config = make_speculative_config(request.param, drafters)

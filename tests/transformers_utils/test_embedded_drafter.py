@@ -34,6 +34,10 @@ def test_it_knows_how_sure_it_is(config: DSparkConfig):
     assert len(config.confidence_temperatures) == config.num_draft_tokens
 
 
+def test_most_of_a_block_is_left_where_steps_are_cheap(config: DSparkConfig):
+    assert (config.num_proposed_tokens, config.num_draft_tokens) == (3, 7)
+
+
 def test_it_is_small(config: DSparkConfig, embedded_drafter: str):
     assert config.has_reduced_vocab
     path = os.path.join(embedded_drafter, "model.safetensors")

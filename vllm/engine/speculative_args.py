@@ -213,7 +213,7 @@ def _choose_num_drafts(keys: _Keys, drafter: Drafter) -> int:
                 f"must be at most {most}, what a block of {drafter.path} gives",
                 num_drafts,
             )
-        num_drafts = num_drafts or most
+        num_drafts = num_drafts or config.num_proposed_tokens or most
     _check_num_drafts(num_drafts)
     assert num_drafts is not None, "checked above"
     return num_drafts

@@ -93,6 +93,31 @@ def test_both_formats_of_one_net_are_the_same():
     assert speculators() == deepspec()
 
 
+@pytest.mark.parametrize(
+    ("proposal", "expected"),
+    [
+        ({"proposal_type": "greedy", "speculative_tokens": 2}, 2),
+        ({"proposal_type": "greedy", "speculative_tokens": 7}, None),
+        ({"proposal_type": "greedy", "speculative_tokens": 99}, None),
+        ({"proposal_type": "greedy", "speculative_tokens": 0}, None),
+        ({"proposal_type": "greedy", "speculative_tokens": "2"}, None),
+        ({"proposal_type": "sample", "speculative_tokens": 2}, None),
+        ("greedy", None),
+    ],
+)
+def test_a_default_proposal_may_take_fewer_drafts_than_a_block_gives(
+    proposal, expected
+):
+    advice = {"proposal_methods": [proposal], "default_proposal_method": "greedy"}
+    config = speculators(speculators_config=advice)
+    assert config.num_proposed_tokens == expected
+
+
+@pytest.mark.parametrize("advice", [None, 3, [], {}, {"proposal_methods": {}}])
+def test_without_a_proposal_all_drafts_are_taken(advice):
+    assert speculators(speculators_config=advice).num_proposed_tokens is None
+
+
 def test_llama_layers_are_read_in_both_formats():
     for config in (
         deepspec(architectures=["LlamaDSparkModel"], model_type="llama"),
@@ -134,6 +159,7 @@ def test_written_config_is_read_back_the_same(tmp_path):
         speculators(layers, draft_vocab_size=40),
         confidence_temperatures=(1.5,) * 7,
         sample_from_anchor=True,
+        num_proposed_tokens=4,
     )
     raw = to_speculators_json(config, "some/target", "Qwen3ForCausalLM")
     (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -6,7 +6,7 @@ draft layers in a part of its own. Both mean the same net, in other conventions.
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.exceptions import CheckpointError, UnsupportedError
@@ -48,6 +48,8 @@ class DSparkConfig:
         is_rope_interleaved: q and k are stored for rotation of neighbouring pairs.
         confidence_temperatures: divide the confidence logits, one a draft; empty if
             never calibrated.
+        num_proposed_tokens: drafts to take of a block if nobody says otherwise, fewer
+            than it gives; None: all.
     """
 
     backbone: HfConfig
@@ -64,6 +66,7 @@ class DSparkConfig:
     num_target_layers: int | None = None
     is_rope_interleaved: bool = False
     confidence_temperatures: tuple[float, ...] = ()
+    num_proposed_tokens: int | None = None
 
     @property
     def num_draft_layers(self) -> int:
@@ -235,7 +238,7 @@ def to_speculators_json(
     assert not config.is_rope_interleaved, "undone when the weights were loaded"
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": config.num_draft_tokens,
+        "speculative_tokens": config.num_proposed_tokens or config.num_draft_tokens,
     }
     raw: dict[str, Any] = {
         "speculators_model_type": _SPECULATORS_TYPE,
@@ -313,7 +316,7 @@ def _parse_speculators(raw: dict[str, Any], where: str) -> DSparkConfig:
             f"supported, only {', '.join(_SPECULATORS_BACKBONES)}"
         )
     backbone = _parse_backbone(layers, _SPECULATORS_BACKBONES[model_type], where)
-    return DSparkConfig(
+    config = DSparkConfig(
         backbone=backbone,
         target_layer_ids=fields.layer_ids("aux_hidden_state_layer_ids", offset=-1),
         target_hidden_size=(
@@ -329,6 +332,23 @@ def _parse_speculators(raw: dict[str, Any], where: str) -> DSparkConfig:
         sample_from_anchor=fields.boolean("sample_from_anchor", False),
         **_common(fields, raw),
     )
+    advice = _find_advice(raw)
+    is_fewer = advice is not None and 1 <= advice < config.num_draft_tokens
+    return replace(config, num_proposed_tokens=advice if is_fewer else None)
+
+
+def _find_advice(raw: dict[str, Any]) -> int | None:
+    """Return the number of drafts that a file's default proposal takes."""
+    speculators = raw.get("speculators_config")
+    if not isinstance(speculators, dict):
+        return None
+    methods = speculators.get("proposal_methods")
+    default = speculators.get("default_proposal_method")
+    for method in methods if isinstance(methods, list) else ():
+        if isinstance(method, dict) and method.get("proposal_type") == default:
+            number = method.get("speculative_tokens")
+            return number if type(number) is int else None
+    return None
 
 
 def _common(fields: "_DraftFields", raw: dict[str, Any]) -> dict[str, Any]:
