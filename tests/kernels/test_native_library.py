@@ -4,12 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.kernels.implementations import BASE, BUILDS, native_ops
+from tests.kernels.implementations import BUILDS, native_ops
+from tests.markers import needs_cpu_ops
 from vllm._cpu_ops_native import maybe_load_native_ops
-
-needs_build = pytest.mark.skipif(BASE is None, reason="operators not built")
 
 
 def test_environment_switches_the_operators_off(monkeypatch):
@@ -17,7 +14,7 @@ def test_environment_switches_the_operators_off(monkeypatch):
     assert maybe_load_native_ops() is None
 
 
-@needs_build
+@needs_cpu_ops
 def test_environment_picks_the_build(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_DISABLE_OPS", "0")
     monkeypatch.setenv("VLLM_CPU_ISA", "base")
@@ -30,7 +27,7 @@ def test_environment_picks_the_build(monkeypatch):
     assert best.library == BUILDS[-1].library
 
 
-@needs_build
+@needs_cpu_ops
 def test_one_openmp_runtime_is_loaded():
     # In a process of its own: other tests load libraries with runtimes of their own.
     script = """

@@ -1,18 +1,15 @@
 import pytest
 import torch
 
+from tests.markers import needs_cpu_ops
 from tests.model_executor.harness import Session, load, make_config
 from tests.model_executor.hf_reference import tiny_model
-from vllm._custom_ops import has_cpu_ops
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.interfaces import CausalLM, SupportsTaps
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-needs_cpu_ops = pytest.mark.skipif(
-    not has_cpu_ops(), reason="the compiled operators are not built"
-)
 TOKENS = [1, 17, 5, 90, 33, 8]
 
 

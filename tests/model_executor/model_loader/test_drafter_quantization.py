@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.markers import bit_for_bit
 from tests.model_executor.dspark_harness import (
     Block,
     DraftSession,
@@ -177,7 +178,7 @@ def test_both_forms_of_a_config_give_the_same_rounded_drafter(target, tmp_path):
     )
 
 
-@pytest.mark.skipif(not ops.has_cpu_ops(), reason="torch's own rounding")
+@bit_for_bit
 def test_a_rounded_drafters_bits_do_not_depend_on_the_batch(folder, target):
     drafter = load_drafter(folder, target, ROUNDED)
     taps = target_taps(target, drafter.config, TOKENS)

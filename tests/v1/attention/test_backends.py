@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tests.markers import needs_cpu_ops
 from vllm._custom_ops import has_cpu_ops
 from vllm.exceptions import UnsupportedError
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
@@ -15,10 +16,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 BLOCK_SIZE = 16
 BACKENDS = [
-    pytest.param(
-        CPUAttentionBackend,
-        marks=pytest.mark.skipif(not has_cpu_ops(), reason="operators not built"),
-    ),
+    pytest.param(CPUAttentionBackend, marks=needs_cpu_ops),
     TorchSDPABackend,
     TritonAttentionBackend,
 ]
@@ -194,7 +192,7 @@ def test_bfloat16_is_close_to_dense_attention():
     )
 
 
-@pytest.mark.skipif(not has_cpu_ops(), reason="operators not built")
+@needs_cpu_ops
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_cpu_attention_has_the_same_bits_in_any_chunk(chunk):
     # Long enough for two partitions of keys.
@@ -215,7 +213,7 @@ def test_cpu_attention_has_the_same_bits_in_any_chunk(chunk):
         assert torch.equal(run(CPUAttentionBackend, part), expected[start:end])
 
 
-@pytest.mark.skipif(not has_cpu_ops(), reason="operators not built")
+@needs_cpu_ops
 def test_cpu_attention_has_the_same_bits_in_any_batch():
     alone = make_batch([2], [300])
     others = make_batch([5, 1, 40], [5, 20, 40])

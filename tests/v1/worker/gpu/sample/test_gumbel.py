@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from tests.markers import needs_cpu_ops
 from vllm import _custom_ops as ops
 from vllm.v1.worker.gpu.sample.gumbel import (
     _gumbel_argmax_torch,
@@ -77,7 +78,7 @@ def test_every_path_draws_the_twins_tokens(impl, vocab_size, device):
     assert torch.equal(impl(logits, keys, flags), expected)
 
 
-@pytest.mark.skipif(not ops.has_cpu_ops(), reason="needs the compiled operators")
+@needs_cpu_ops
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
 def test_the_operator_draws_the_twins_tokens_at_full_width(scale):
     torch.manual_seed(1)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.markers import needs_cpu_ops
 from vllm import _custom_ops as ops
 from vllm.utils.seeds import _mix64
 from vllm.v1.worker.gpu.sample.random import (
@@ -94,7 +95,7 @@ def test_uniform_twin_equals_the_kernel_bit_for_bit(num, device):
     assert torch.equal(_philox_uniform_torch(keys, num), expected)
 
 
-@pytest.mark.skipif(not ops.has_cpu_ops(), reason="needs the compiled operators")
+@needs_cpu_ops
 @pytest.mark.parametrize("num", [1, 15, 16, 1023, 1024, 2049])
 def test_uniform_operator_equals_the_twin_bit_for_bit(num):
     keys = _int64(KEYS, torch.device("cpu"))
