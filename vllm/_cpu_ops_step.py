@@ -124,6 +124,70 @@ class StepOps:
             raise IndexError("a position is outside its request's blocks")
         return slot_mapping
 
+    def find_context_slots(
+        self,
+        block_rows: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        block_size: int,
+        max_len: int,
+    ) -> torch.Tensor:
+        (max_num_reqs, max_blocks), (num_reqs,) = block_rows.shape, idx_mapping.shape
+        (num_tokens,) = positions.shape
+        slots = torch.empty(num_tokens, dtype=torch.int64)
+        failed = self._c.context_slots(
+            _address(block_rows, max_num_reqs, torch.int32),
+            max_num_reqs,
+            max_blocks,
+            _address(idx_mapping, num_reqs, torch.int32),
+            _address(query_start_loc, num_reqs + 1, torch.int32),
+            _address(positions, num_tokens, torch.int64),
+            _address(num_computed_tokens, max_num_reqs, torch.int32),
+            num_reqs,
+            num_tokens,
+            block_size,
+            max_len,
+            slots.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a request or a position has no blocks")
+        return slots
+
+    def lay_out_blocks(
+        self,
+        anchor_ids: torch.Tensor,
+        anchor: torch.Tensor,
+        num_slots: int,
+        mask_token_id: int,
+        block_table: torch.Tensor,
+        block_size: int,
+        max_len: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_reqs, max_blocks = block_table.shape
+        outputs = torch.empty((3, num_reqs * num_slots), dtype=torch.int64)
+        input_ids, positions, slots = outputs.unbind()
+        seq_lens = torch.empty(num_reqs, dtype=torch.int32)
+        failed = self._c.lay_out_blocks(
+            _address(anchor_ids, num_reqs, torch.int64),
+            _address(anchor, num_reqs, torch.int64),
+            num_reqs,
+            num_slots,
+            mask_token_id,
+            _address(block_table, num_reqs, torch.int32),
+            max_blocks,
+            block_size,
+            max_len,
+            input_ids.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            seq_lens.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a position has no block")
+        return input_ids, positions, slots, seq_lens
+
     def drafts_behind(
         self, input_ids: torch.Tensor, expanded_local_pos: torch.Tensor
     ) -> torch.Tensor:

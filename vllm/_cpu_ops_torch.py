@@ -260,49 +260,6 @@ def _cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return transposed.transpose(2, 3), kv_cache[1]
 
 
-def context_slots(
-    block_rows: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    positions: torch.Tensor,
-    num_computed_tokens: torch.Tensor,
-    block_size: int,
-    max_len: int,
-) -> torch.Tensor:
-    ends = query_start_loc[1:]
-    tokens = torch.arange(len(positions), dtype=ends.dtype, device=ends.device)
-    rows = idx_mapping[torch.searchsorted(ends, tokens, right=True)]
-    is_context = positions < num_computed_tokens[rows].clamp(max=max_len)
-    places = positions.masked_fill(~is_context, 0)
-    slots = block_rows[rows, places // block_size].long() * block_size
-    slots += places % block_size
-    return slots.masked_fill_(~is_context, -1)
-
-
-def lay_out_blocks(
-    anchor_ids: torch.Tensor,
-    anchor: torch.Tensor,
-    num_slots: int,
-    mask_token_id: int,
-    block_table: torch.Tensor,
-    block_size: int,
-    max_len: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    positions = anchor.unsqueeze(1) + torch.arange(num_slots, device=anchor.device)
-    has_place = positions < max_len
-    places = positions.masked_fill(~has_place, 0)
-    slots = block_table.gather(1, places // block_size).long() * block_size
-    slots += places % block_size
-    input_ids = torch.full_like(positions, mask_token_id)
-    input_ids[:, 0] = anchor_ids
-    return (
-        input_ids.flatten(),
-        places.flatten(),
-        slots.masked_fill_(~has_place, -1).flatten(),
-        (anchor + num_slots).clamp(max=max_len).to(torch.int32),
-    )
-
-
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:
     key_low, key_high = keys[:, None] & _MASK, (keys[:, None] >> 32) & _MASK
     c0 = torch.arange(num, device=keys.device).expand(keys.shape[0], num)

@@ -3,13 +3,13 @@ from dataclasses import fields
 import pytest
 import torch
 
-from vllm import _cpu_ops_torch, _custom_ops
+from tests.markers import needs_cpu_ops
 from vllm.v1.worker.gpu.spec_decode.dspark import inputs
 
 slots_of = pytest.mark.parametrize(
     "impl",
     [
-        _cpu_ops_torch.context_slots,
+        inputs._find_context_slots_torch,
         inputs.find_context_slots,
         inputs._find_context_slots_triton,
     ],
@@ -18,7 +18,7 @@ slots_of = pytest.mark.parametrize(
 
 
 def lay_out_torch(*arguments):
-    return inputs.BlockInputs(*_cpu_ops_torch.lay_out_blocks(*arguments))
+    return inputs.BlockInputs(*inputs._lay_out_blocks_torch(*arguments))
 
 
 def lay_out_triton(*arguments):
@@ -80,12 +80,11 @@ def test_the_kernel_finds_the_slots_that_its_twin_finds(impl, query_len, device)
         16,
         1500,
     )
-    assert torch.equal(impl(*args), _cpu_ops_torch.context_slots(*args))
+    assert torch.equal(impl(*args), inputs._find_context_slots_torch(*args))
 
 
+@needs_cpu_ops
 def test_what_has_no_block_is_refused():
-    if not _custom_ops.has_cpu_ops():
-        pytest.skip("torch says so in its own words")
     rows, one = int32([[1, 2]], "cpu"), int32([0, 1], "cpu")
     arguments = [rows, int32([0], "cpu"), one, torch.tensor([8]), int32([9], "cpu")]
     with pytest.raises(IndexError, match="no blocks"):

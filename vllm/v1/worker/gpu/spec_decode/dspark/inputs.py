@@ -6,6 +6,7 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.batch_layout import find_owners
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,15 @@ def find_context_slots(
 
     Returns:
         [num_tokens] int64; -1 for a token that is not to be written.
+
+    Raises:
+        IndexError: on the CPU, a request has no row, or a position no block.
     """
-    impl = _find_context_slots_triton if positions.is_cuda else ops.context_slots
+    impl = _find_context_slots_torch
+    if positions.is_cuda:
+        impl = _find_context_slots_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.find_context_slots
     return impl(
         block_rows,
         idx_mapping,
@@ -81,8 +89,15 @@ def lay_out_blocks(
         block_table: [R, num_blocks] int32.
         block_size: tokens a cache block.
         max_len: positions that the drafter and the cache have.
+
+    Raises:
+        IndexError: on the CPU, a position has no block.
     """
-    impl = _lay_out_blocks_triton if anchor.is_cuda else ops.lay_out_blocks
+    impl = _lay_out_blocks_torch
+    if anchor.is_cuda:
+        impl = _lay_out_blocks_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.lay_out_blocks
     return BlockInputs(
         *impl(
             anchor_ids,
@@ -94,6 +109,23 @@ def lay_out_blocks(
             max_len,
         )
     )
+
+
+def _find_context_slots_torch(
+    block_rows: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> torch.Tensor:
+    rows = idx_mapping[find_owners(query_start_loc[1:], len(positions))]
+    is_context = positions < num_computed_tokens[rows].clamp(max=max_len)
+    places = positions.masked_fill(~is_context, 0)
+    slots = block_rows[rows, places // block_size].long() * block_size
+    slots += places % block_size
+    return slots.masked_fill_(~is_context, -1)
 
 
 def _find_context_slots_triton(
@@ -119,6 +151,30 @@ def _find_context_slots_triton(
         BLOCK_SIZE=1024,
     )
     return slots
+
+
+def _lay_out_blocks_torch(
+    anchor_ids: torch.Tensor,
+    anchor: torch.Tensor,
+    num_slots: int,
+    mask_token_id: int,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    positions = anchor.unsqueeze(1) + torch.arange(num_slots, device=anchor.device)
+    has_place = positions < max_len
+    places = positions.masked_fill(~has_place, 0)
+    slots = block_table.gather(1, places // block_size).long() * block_size
+    slots += places % block_size
+    input_ids = torch.full_like(positions, mask_token_id)
+    input_ids[:, 0] = anchor_ids
+    return (
+        input_ids.flatten(),
+        places.flatten(),
+        slots.masked_fill_(~has_place, -1).flatten(),
+        (anchor + num_slots).clamp(max=max_len).to(torch.int32),
+    )
 
 
 def _lay_out_blocks_triton(
