@@ -13,6 +13,7 @@ from operator import is_
 
 import torch
 
+from vllm._cpu_ops_checks import check_rows
 from vllm._cpu_ops_native import NativeOps
 
 
@@ -259,10 +260,7 @@ def _address(
 
 def _rows_address(x: torch.Tensor, dtype: torch.dtype) -> int:
     """Return where x [N, D] lies, whose rows must be contiguous."""
-    if x.dtype is not dtype or (x.stride()[1] != 1 and x.shape[1] > 1):
-        raise ValueError(
-            f"expected contiguous {dtype} rows, got {x.dtype} with strides {x.stride()}"
-        )
+    check_rows(x, dtype)
     return x.data_ptr()
 
 

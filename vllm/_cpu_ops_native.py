@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from vllm import envs
+from vllm._cpu_ops_checks import check_rows, check_vector
+from vllm._cpu_ops_quantized import QUANTIZED_FORMATS, QuantizedOps
 from vllm._cpu_ops_step import StepOps
-from vllm._cpu_ops_torch import block_row_bytes
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -25,8 +26,7 @@ LANES = 16
 # Build -> the level of the processor that it needs, the best last.
 ISAS = {"base": 1, "avx512": 2, "avx512_vnni": 3}
 
-# As csrc/cpu/quantized.h counts them.
-_QUANTIZED_FORMATS = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "int8": 3}
+# Beside QUANTIZED_FORMATS.
 _FLOAT32_FORMAT = -1
 
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
@@ -121,7 +121,7 @@ def _preload_openmp() -> None:
         logger.warning("torch's OpenMP runtime was not found: %s", error)
 
 
-class NativeOps(StepOps):
+class NativeOps(QuantizedOps, StepOps):
     """The compiled operators of one library.
 
     Args:
@@ -129,6 +129,7 @@ class NativeOps(StepOps):
     """
 
     def __init__(self, library: Path) -> None:
+        super().__init__()
         self.library = library
         functions: dict[str, Any] = {}
         for handle, signatures in (
@@ -143,7 +144,6 @@ class NativeOps(StepOps):
                 functions[name.removeprefix("vllm_")] = function
         # Any: the C functions by name; ctypes checks their arguments.
         self._c: Any = SimpleNamespace(**functions)
-        self._quantized_sizes: dict[tuple[str, int, int], int] = {}
 
     def isa_level(self) -> int:
         """Return 0 if not even the base build runs here, else as in ISAS."""
@@ -151,7 +151,7 @@ class NativeOps(StepOps):
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         num_columns, size = weight.shape
-        _check_rows(weight)
+        check_rows(weight)
         packed = torch.empty(self._c.packed_size(num_columns, size))
         self._c.pack_weight(
             weight.data_ptr(), weight.stride()[0], num_columns, size, packed.data_ptr()
@@ -166,10 +166,10 @@ class NativeOps(StepOps):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         num_rows, size = x.shape
-        _check_rows(x)
+        check_rows(x)
         self._check_dense(packed, num_columns, size)
         if bias is not None:
-            _check_vector(bias, num_columns)
+            check_vector(bias, num_columns)
         out = torch.empty((num_rows, num_columns))
         self._c.packed_linear(
             x.data_ptr(),
@@ -182,175 +182,6 @@ class NativeOps(StepOps):
             size,
         )
         return out
-
-    def pack_blocks(
-        self, blocks: torch.Tensor, quant_type: str, size: int
-    ) -> torch.Tensor:
-        num_columns, column_bytes = blocks.shape
-        _check_rows(blocks, torch.uint8)
-        if column_bytes != block_row_bytes(quant_type, size):
-            raise ValueError(
-                f"{column_bytes} bytes a column are not {size} values in {quant_type}"
-            )
-        packed = self._empty_quantized(quant_type, num_columns, size)
-        self._c.pack_blocks(
-            blocks.data_ptr(),
-            blocks.stride()[0],
-            _QUANTIZED_FORMATS[quant_type],
-            num_columns,
-            size,
-            packed.data_ptr(),
-        )
-        return packed
-
-    def pack_int8(self, weight: torch.Tensor) -> torch.Tensor:
-        num_columns, size = weight.shape
-        _check_rows(weight)
-        packed = self._empty_quantized("int8", num_columns, size)
-        self._c.pack_int8(
-            weight.data_ptr(), weight.stride()[0], num_columns, size, packed.data_ptr()
-        )
-        return packed
-
-    def quantized_linear(
-        self,
-        x: torch.Tensor,
-        packed: torch.Tensor,
-        quant_type: str,
-        num_columns: int,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        num_rows, size = x.shape
-        _check_rows(x)
-        self._check_quantized(packed, quant_type, num_columns, size)
-        if bias is not None:
-            _check_vector(bias, num_columns)
-        out = torch.empty((num_rows, num_columns))
-        self._c.quantized_linear(
-            x.data_ptr(),
-            x.stride()[0],
-            packed.data_ptr(),
-            _QUANTIZED_FORMATS[quant_type],
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            num_rows,
-            num_columns,
-            size,
-        )
-        return out
-
-    def quantized_rows(
-        self,
-        packed: torch.Tensor,
-        quant_type: str,
-        num_columns: int,
-        size: int,
-        ids: torch.Tensor,
-    ) -> torch.Tensor:
-        self._check_quantized(packed, quant_type, num_columns, size)
-        num_ids = ids.shape[0]
-        _check_vector(ids, num_ids, torch.int64)
-        out = torch.empty((num_ids, size))
-        failed = self._c.quantized_rows(
-            packed.data_ptr(),
-            _QUANTIZED_FORMATS[quant_type],
-            num_columns,
-            size,
-            ids.data_ptr(),
-            num_ids,
-            out.data_ptr(),
-        )
-        if failed:
-            raise IndexError(f"a row is not in [0, {num_columns})")
-        return out
-
-    def quantized_select(
-        self,
-        packed: torch.Tensor,
-        quant_type: str,
-        num_columns: int,
-        size: int,
-        ids: torch.Tensor,
-    ) -> torch.Tensor:
-        self._check_quantized(packed, quant_type, num_columns, size)
-        num_ids = ids.shape[0]
-        _check_vector(ids, num_ids, torch.int64)
-        out = self._empty_quantized(quant_type, num_ids, size)
-        failed = self._c.quantized_select(
-            packed.data_ptr(),
-            _QUANTIZED_FORMATS[quant_type],
-            num_columns,
-            size,
-            ids.data_ptr(),
-            num_ids,
-            out.data_ptr(),
-        )
-        if failed:
-            raise IndexError(f"a row is not in [0, {num_columns})")
-        return out
-
-    def likeliest_walk(
-        self,
-        logits: torch.Tensor,
-        table: torch.Tensor,
-        packed: torch.Tensor,
-        quant_type: str,
-        first_ids: torch.Tensor,
-        column_ids: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_steps, num_rows, num_columns = logits.shape
-        num_ids, rank = table.shape
-        self._check_quantized(packed, quant_type, num_columns, rank)
-        _check_vector(logits, num_steps)
-        _check_vector(table, num_ids)
-        _check_vector(first_ids, num_rows, torch.int64)
-        if column_ids is not None:
-            _check_vector(column_ids, num_columns, torch.int64)
-        embeddings = torch.empty((num_rows, num_steps, rank))
-        out = torch.empty((num_rows, num_steps), dtype=torch.int64)
-        failed = self._c.likeliest_walk(
-            logits.data_ptr(),
-            table.data_ptr(),
-            num_ids,
-            packed.data_ptr(),
-            _QUANTIZED_FORMATS[quant_type],
-            first_ids.data_ptr(),
-            None if column_ids is None else column_ids.data_ptr(),
-            num_steps,
-            num_rows,
-            num_columns,
-            rank,
-            embeddings.data_ptr(),
-            out.data_ptr(),
-        )
-        if failed:
-            raise IndexError(f"a token is not in [0, {num_ids})")
-        return out, embeddings
-
-    def _empty_quantized(
-        self, quant_type: str, num_columns: int, size: int
-    ) -> torch.Tensor:
-        num_bytes = self._quantized_size(quant_type, num_columns, size)
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def _quantized_size(self, quant_type: str, num_columns: int, size: int) -> int:
-        shape = quant_type, num_columns, size
-        # Asked in every product: a look-up costs a tenth of the call.
-        if shape not in self._quantized_sizes:
-            self._quantized_sizes[shape] = self._c.quantized_size(
-                _QUANTIZED_FORMATS[quant_type], num_columns, size
-            )
-        return self._quantized_sizes[shape]
-
-    def _check_quantized(
-        self, packed: torch.Tensor, quant_type: str, num_columns: int, size: int
-    ) -> None:
-        num_bytes = self._quantized_size(quant_type, num_columns, size)
-        if packed.dtype is not torch.uint8 or packed.shape != (num_bytes,):
-            raise ValueError(
-                f"the packed weight is {packed.dtype} {tuple(packed.shape)}, which is "
-                f"not {num_columns} columns of {size} in {quant_type}"
-            )
 
     def _check_dense(self, packed: torch.Tensor, num_columns: int, size: int) -> None:
         if packed.numel() != -(-num_columns // LANES) * LANES * size:
@@ -369,7 +200,7 @@ class NativeOps(StepOps):
         """
         if quant_type != "float32":
             self._check_quantized(packed, quant_type, num_columns, size)
-            return _QUANTIZED_FORMATS[quant_type]
+            return QUANTIZED_FORMATS[quant_type]
         self._check_dense(packed, num_columns, size)
         return _FLOAT32_FORMAT
 
@@ -397,7 +228,7 @@ class NativeOps(StepOps):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         size = x.shape[-1]
-        _check_vector(weight, size)
+        check_vector(weight, size)
         if out is None:
             out = torch.empty(x.shape)
         num_outer, num_inner, outer_stride, inner_stride = _row_grid(x)
@@ -421,7 +252,7 @@ class NativeOps(StepOps):
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, double_size = x.shape
-        _check_rows(x)
+        check_rows(x)
         out = torch.empty((num_rows, double_size // 2))
         self._c.silu_and_mul(
             x.data_ptr(), x.stride()[0], out.data_ptr(), num_rows, double_size // 2
@@ -440,8 +271,8 @@ class NativeOps(StepOps):
         num_positions, rotary_dim = cos_sin_cache.shape
         q_heads, q_stride = _heads(q, num_tokens, head_dim)
         k_heads, k_stride = _heads(k, num_tokens, head_dim)
-        _check_vector(positions, num_tokens, torch.int64)
-        _check_vector(cos_sin_cache, num_positions)
+        check_vector(positions, num_tokens, torch.int64)
+        check_vector(cos_sin_cache, num_positions)
         if rotary_dim > head_dim:
             raise ValueError(f"cannot rotate {rotary_dim} of {head_dim} dimensions")
         failed = self._c.rotary_embedding(
@@ -478,8 +309,8 @@ class NativeOps(StepOps):
                 f"{key_heads} key and {value_heads} value heads for a cache of "
                 f"{num_kv_heads}"
             )
-        _check_vector(slot_mapping, num_tokens, torch.int64)
-        _check_vector(kv_cache, 2)
+        check_vector(slot_mapping, num_tokens, torch.int64)
+        check_vector(kv_cache, 2)
         failed = self._c.reshape_and_cache(
             key.data_ptr(),
             key_stride,
@@ -514,10 +345,10 @@ class NativeOps(StepOps):
             raise ValueError("out must have the query's shape, each request its blocks")
         _heads(query, num_tokens, head_size)
         _heads(out, num_tokens, head_size)
-        _check_vector(kv_cache, 2)
-        _check_rows(block_table, torch.int32)
-        _check_vector(query_start_loc, num_reqs + 1, torch.int32)
-        _check_vector(seq_lens, num_reqs, torch.int32)
+        check_vector(kv_cache, 2)
+        check_rows(block_table, torch.int32)
+        check_vector(query_start_loc, num_reqs + 1, torch.int32)
+        check_vector(seq_lens, num_reqs, torch.int32)
         failed = self._c.paged_attention(
             query.data_ptr(),
             query.stride()[0],
@@ -545,7 +376,7 @@ class NativeOps(StepOps):
             )
 
     def philox_uniform(self, keys: torch.Tensor, num: int) -> torch.Tensor:
-        _check_vector(keys, keys.shape[0], torch.int64)
+        check_vector(keys, keys.shape[0], torch.int64)
         out = torch.empty((keys.shape[0], num))
         self._c.philox_uniform(keys.data_ptr(), keys.shape[0], num, out.data_ptr())
         return out
@@ -557,10 +388,10 @@ class NativeOps(StepOps):
         is_greedy: torch.Tensor | None,
     ) -> torch.Tensor:
         num_rows, vocab_size = logits.shape
-        _check_rows(logits)
-        _check_vector(keys, num_rows, torch.int64)
+        check_rows(logits)
+        check_vector(keys, num_rows, torch.int64)
         if is_greedy is not None:
-            _check_vector(is_greedy.view(torch.uint8), num_rows, torch.uint8)
+            check_vector(is_greedy.view(torch.uint8), num_rows, torch.uint8)
         out = torch.empty(num_rows, dtype=torch.int64)
         self._c.gumbel_argmax(
             logits.data_ptr(),
@@ -577,9 +408,9 @@ class NativeOps(StepOps):
         self, logits: torch.Tensor, k: torch.Tensor, p: torch.Tensor
     ) -> None:
         num_rows, vocab_size = logits.shape
-        _check_rows(logits)
-        _check_vector(k, num_rows, torch.int32)
-        _check_vector(p, num_rows)
+        check_rows(logits)
+        check_vector(k, num_rows, torch.int32)
+        check_vector(p, num_rows)
         self._c.top_k_top_p(
             logits.data_ptr(),
             logits.stride()[0],
@@ -593,8 +424,8 @@ class NativeOps(StepOps):
         self, logits: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows, vocab_size = logits.shape
-        _check_rows(logits)
-        _check_vector(token_ids, num_rows, torch.int64)
+        check_rows(logits)
+        check_vector(token_ids, num_rows, torch.int64)
         logsumexp = torch.empty(num_rows)
         rank = torch.empty(num_rows, dtype=torch.int32)
         failed = self._c.logprob_stats(
@@ -614,10 +445,10 @@ class NativeOps(StepOps):
         self, logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor
     ) -> None:
         num_rows, vocab_size = logits.shape
-        _check_rows(logits)
-        _check_rows(bitmask, torch.int32)
+        check_rows(logits)
+        check_rows(bitmask, torch.int32)
         num_masks = bitmask.shape[0]
-        _check_vector(rows, num_masks, torch.int32)
+        check_vector(rows, num_masks, torch.int32)
         if bitmask.shape[1] * 32 < vocab_size:
             raise ValueError(
                 f"the bitmask has {bitmask.shape[1]} words for {vocab_size} tokens"
@@ -636,26 +467,9 @@ class NativeOps(StepOps):
             raise IndexError(f"a mask's row is not below {num_rows}")
 
 
-def _check_rows(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-    # stride() in whole: asking for one dimension costs six times as much.
-    if x.dtype is not dtype or (x.stride()[-1] != 1 and x.shape[-1] > 1):
-        raise ValueError(
-            f"expected contiguous {dtype} rows, got {x.dtype} with strides {x.stride()}"
-        )
-
-
-def _check_vector(
-    x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32
-) -> None:
-    if x.shape[0] != size or x.dtype is not dtype or not x.is_contiguous():
-        raise ValueError(
-            f"expected {size} contiguous {dtype} values, got {tuple(x.shape)} {x.dtype}"
-        )
-
-
 def _row_grid(x: torch.Tensor) -> tuple[int, int, int, int]:
     """Return the outer and inner number of rows of a 2D or 3D tensor, and strides."""
-    _check_rows(x)
+    check_rows(x)
     shape, strides = x.shape, x.stride()
     if len(shape) == 3:
         return shape[0], shape[1], strides[0], strides[1]
@@ -664,7 +478,7 @@ def _row_grid(x: torch.Tensor) -> tuple[int, int, int, int]:
 
 def _heads(x: torch.Tensor, num_tokens: int, head_dim: int) -> tuple[int, int]:
     """Return the number of heads of [T, H * D] or [T, H, D], and the token stride."""
-    _check_rows(x)
+    check_rows(x)
     shape, strides = x.shape, x.stride()
     width = shape[1] if len(shape) == 2 else shape[1] * shape[2]
     if len(shape) == 3 and shape[1] > 1 and strides[1] != shape[2]:
