@@ -1,12 +1,85 @@
 """How the compiled operators are found, loaded and switched off."""
 
+import ctypes
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import vllm
 from tests.kernels.implementations import BUILDS, native_ops
+from tests.kernels.test_parallel import COMPILER, SOURCES
 from tests.markers import needs_cpu_ops
-from vllm._cpu_ops_native import maybe_load_native_ops
+from vllm._cpu_ops_native import (
+    _LONG,
+    _SHORT,
+    ISAS,
+    NativeOps,
+    load_native_ops,
+    maybe_load_native_ops,
+)
+
+# Where the package could be built, the tests of the operators must not all be skipped.
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+LIBRARIES = {
+    "base": "_C_cpu.so",
+    "avx512": "_C_cpu_avx512.so",
+    "avx512_vnni": "_C_cpu_avx512_vnni.so",
+}
+
+
+def registered_operators() -> set[str]:
+    interface = (SOURCES / "api.h").read_text()
+    return set(re.findall(r"^VLLM_API \w+ (vllm_\w+)\(", interface, re.MULTILINE))
+
+
+def test_python_knows_the_operators_that_the_sources_register():
+    assert registered_operators() == {*_SHORT, *_LONG}
+
+
+@needs_compiler
+def test_every_build_has_the_operators_that_the_sources_register():
+    libraries = sorted(Path(vllm.__file__).parent.glob("_C_cpu*.so"))
+    assert libraries, "a machine with a compiler has built the operators"
+    for library in libraries:
+        exported = ctypes.CDLL(str(library))
+        missing = [
+            name for name in registered_operators() if not hasattr(exported, name)
+        ]
+        assert not missing, library.name
+
+
+@needs_compiler
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_environment_gets_every_build_that_runs_here_and_no_other(isa, monkeypatch):
+    base = load_native_ops("base")
+    assert base is not None, "a machine with a compiler has built the operators"
+    monkeypatch.setenv("VLLM_CPU_DISABLE_OPS", "0")
+    monkeypatch.setenv("VLLM_CPU_ISA", isa)
+    ops = maybe_load_native_ops()
+    name = None if ops is None else ops.library.name
+    assert name == (LIBRARIES[isa] if base.isa_level() >= ISAS[isa] else None)
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", [0, *ISAS.values()])
+def test_a_build_is_taken_only_where_the_processor_runs_it(level, monkeypatch):
+    # Loading a build executes none of its instructions.
+    monkeypatch.setattr(NativeOps, "isa_level", lambda self: level)
+    built = {isa for isa, name in LIBRARIES.items() if library(name).exists()}
+    runnable = [isa for isa, needed in ISAS.items() if needed <= level and isa in built]
+    for isa in ISAS:
+        assert (load_native_ops(isa) is not None) == (isa in runnable)
+    best = load_native_ops()
+    expected = LIBRARIES[runnable[-1]] if runnable else None
+    assert (None if best is None else best.library.name) == expected
+
+
+def library(name: str) -> Path:
+    return Path(vllm.__file__).parent / name
 
 
 def test_environment_switches_the_operators_off(monkeypatch):
@@ -15,12 +88,8 @@ def test_environment_switches_the_operators_off(monkeypatch):
 
 
 @needs_cpu_ops
-def test_environment_picks_the_build(monkeypatch):
+def test_environment_picks_the_best_build(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_DISABLE_OPS", "0")
-    monkeypatch.setenv("VLLM_CPU_ISA", "base")
-    ops = maybe_load_native_ops()
-    assert ops is not None
-    assert ops.library.name == "_C_cpu.so"
     monkeypatch.setenv("VLLM_CPU_ISA", "")
     best = maybe_load_native_ops()
     assert best is not None
