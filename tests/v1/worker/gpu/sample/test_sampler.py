@@ -120,6 +120,74 @@ def test_a_step_uses_what_one_of_its_requests_asks_for(device):
     assert uses(0, 1) == 0
 
 
+# What makes one effect run, and the logits 5, 4, -3, 2 after it, alone; the output
+# so far is token 0, then token 2, twice.
+ALONE = {
+    "temperature": ({"temperature": 0.5}, [10, 8, -6, 4]),
+    "top_k": ({"top_k": 2}, [5, 4, NEG_INF, NEG_INF]),
+    "top_p": ({"top_p": 0.5}, [5, NEG_INF, NEG_INF, NEG_INF]),
+    "min_p": ({"min_p": 0.2}, [5, 4, NEG_INF, NEG_INF]),
+    "presence_penalty": ({"presence_penalty": 1.0}, [4, 4, -4, 2]),
+    "frequency_penalty": ({"frequency_penalty": 1.0}, [4, 4, -5, 2]),
+    # The prompt's token counts as well.
+    "repetition_penalty": ({"repetition_penalty": 2.0}, [2.5, 4, -6, 1]),
+    "logit_bias": ({"logit_bias": {1: -4.0}}, [5, 0, -3, 2]),
+    "allowed_token_ids": ({"allowed_token_ids": [1, 2]}, [NEG_INF, 4, -3, NEG_INF]),
+    "bad_words": ({"bad_words_token_ids": [[1]]}, [5, NEG_INF, -3, 2]),
+    "long_bad_words": ({"bad_words_token_ids": [[2, 0]]}, [NEG_INF, 4, -3, 2]),
+    "min_tokens": (
+        {"min_tokens": 9, "all_stop_token_ids": [0]},
+        [NEG_INF, 4, -3, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_effect_alone_is_run_and_leaves_the_neighbour_as_it_is(name, device):
+    wish, expected = ALONE[name]
+    params = [SamplingParams(seed=1), SamplingParams(seed=1, **wish)]
+    step = Step(device, *params, vocab_size=4, prompt=(3,), output=(0, 2, 2))
+    step.logits[:] = torch.tensor([5.0, 4.0, -3.0, 2.0])
+    plain = step.logits[0].tolist()
+    rows = step.rows([0, 1], [1, 1])
+    processed = step.sampler.apply_sampling_params(step.logits, rows)
+    assert processed.tolist() == [plain, expected]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_token_is_drawn_from_what_one_effect_alone_leaves(name, device):
+    wish, expected = ALONE[name]
+    params = SamplingParams(seed=1, logprobs=-1, **wish)
+    step = Step(
+        device,
+        params,
+        mode="processed_logits",
+        vocab_size=4,
+        prompt=(3,),
+        output=(0, 2, 2),
+    )
+    step.logits[:] = torch.tensor([5.0, 4.0, -3.0, 2.0])
+    tensors = step.run().logprobs_tensors
+    drawn_from = dict(
+        zip(
+            tensors.logprob_token_ids[0].tolist(),
+            tensors.logprobs[0].tolist(),
+            strict=True,
+        )
+    )
+    assert [drawn_from[token_id] for token_id in range(4)] == expected
+
+
+def test_noise_alone_draws_other_tokens_than_the_likeliest(device):
+    params = [SamplingParams(seed=seed) for seed in range(30)]
+    step = Step(device, *params)
+    step.logits[:] = 0.0
+    assert len(set(_tokens(step.run()))) > 3
+    greedy = Step(device, *[SamplingParams(**GREEDY)] * 30)
+    greedy.logits[:] = 0.0
+    assert _tokens(greedy.run()) == [0] * 30
+
+
 def test_every_request_of_a_mixed_batch_is_sampled_as_if_alone(device):
     step = Step(device, *MIXED, vocab_size=300, output=(5, 3, 5))
     order = [4, 0, 8, 2, 6, 1, 7, 3, 5]
