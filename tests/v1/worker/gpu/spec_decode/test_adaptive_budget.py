@@ -90,6 +90,19 @@ def test_drafting_that_does_not_pay_stops_and_is_tried_with_a_few_drafts():
     assert (pausing.draft_budget, pausing.predicted_ms) == (0, 4.0)
 
 
+def test_drafts_at_hand_in_a_pause_are_weighed_and_the_pause_goes_on():
+    # To propose drafts costs more than they bring; once there, they cost nothing.
+    steps = Steps(4, 0.5, fixed_ms=10.0, token_ms=0.0, draft_req_ms=50.0)
+    assert not any(choice.drafts_next for choice in steps.run(30)[-10:])
+    choices = []
+    for _ in range(10):
+        steps.has_drafts = True
+        choices += steps.run()
+    # More steps than from one look at what drafts would bring to the next.
+    assert [choice.draft_budget for choice in choices] == [12] * 10
+    assert not any(choice.drafts_next for choice in choices)
+
+
 def test_a_try_finds_out_that_drafting_pays_again():
     steps = Steps(4, 0.1, **DEAR | {"fixed_ms": 8.0})
     assert not steps.run(40)[-1].drafts_next
