@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,10 @@ from vllm.engine.speculative_args import (
 )
 from vllm.exceptions import CheckpointError, UnsupportedError, VLLMValidationError
 from vllm.transformers_utils.config import parse_hf_config
+from vllm.transformers_utils.configs.dspark import (
+    parse_dspark_config,
+    to_speculators_json,
+)
 
 TARGET = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,6 +71,16 @@ def test_a_block_drafter_drafts_as_much_as_a_block_gives(tmp_path):
     assert config.num_lookahead_tokens == 6
     config = resolve(tmp_path, DSPARK | {"sample_from_anchor": False}, method="dspark")
     assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (5, 6)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (1, 1), (4, 4)])
+def test_a_drafter_proposes_its_number_of_drafts_unless_told_otherwise(
+    tmp_path, asked, expected
+):
+    config = replace(parse_dspark_config(DSPARK, "config.json"), num_proposed_tokens=2)
+    raw = to_speculators_json(config, "target", "LlamaForCausalLM")
+    resolved = resolve(tmp_path, raw, num_speculative_tokens=asked)
+    assert resolved.num_speculative_tokens == expected
 
 
 def test_only_a_drafter_with_a_cache_needs_room_ahead(tmp_path):
