@@ -104,8 +104,22 @@ def change_dtype(config: VllmConfig) -> VllmConfig:
     return replace(config, model_config=replace(config.model_config, dtype="bfloat16"))
 
 
+def change_quantization(config: VllmConfig) -> VllmConfig:
+    assert config.model_config.quantization != "none"
+    model_config = replace(config.model_config, quantization="none")
+    return replace(config, model_config=model_config)
+
+
 @pytest.mark.parametrize(
-    "change", [change_model, change_drafter, change_drafts, change_rows, change_dtype]
+    "change",
+    [
+        change_model,
+        change_drafter,
+        change_drafts,
+        change_rows,
+        change_dtype,
+        change_quantization,
+    ],
 )
 def test_another_set_up_is_measured_anew(config, change):
     CostCache(config, CPU).save(PROFILE)
