@@ -19,7 +19,16 @@ def _with_garbage(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return make_garbage
 
 
-@pytest.fixture(autouse=True)
-def _garbage_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what makes tensors of no particular values."""
+    # The first device context of a process remembers, by their names at that moment,
+    # which functions take its device: it must not remember the ones below.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, _with_garbage(getattr(torch, name)))
+
+
+@pytest.fixture(autouse=True)
+def _garbage_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_new_memory(monkeypatch)
