@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 from workers import Worker, answer_orders
 
+from vllm.config.model import QUANTIZATIONS
 from vllm.exceptions import UnsupportedError, VLLMValidationError
 from vllm.speculator_training.prompts import read_prompts
 
@@ -47,7 +48,7 @@ COUNTERS = ("num_drafts", "num_admitted_tokens", "num_accepted_tokens")
 
 
 def make_engine(
-    setting: str, model: str | None, drafter: str | None
+    setting: str, model: str | None, drafter: str | None, quantization: str
 ) -> Callable[..., dict[str, Any]]:
     """Start the engine of a setting, and return what answers one conversation."""
     from vllm import LLM, SamplingParams
@@ -58,6 +59,7 @@ def make_engine(
         config = {"model": drafter, "draft_sample_method": "probabilistic"}
     llm = LLM(
         model,
+        quantization=quantization,
         max_num_seqs=1,
         kv_cache_memory_bytes=512 * 2**20,
         speculative_config=config,
@@ -173,6 +175,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafter", help="its folder (default: the model's own)")
     parser.add_argument("--model", help="of chats (default: the embedded one)")
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="auto",
+        help="of the weights (default: %(default)s, as `vllm serve`)",
+    )
     parser.add_argument("--num-prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -189,7 +197,11 @@ def main() -> int:
     args = parse_args()
     if args.worker:
         try:
-            answer_orders(lambda: make_engine(args.worker, args.model, args.drafter))
+            answer_orders(
+                lambda: make_engine(
+                    args.worker, args.model, args.drafter, args.quantization
+                )
+            )
         except (VLLMValidationError, UnsupportedError) as error:
             raise SystemExit(f"error: {args.worker}: {error}") from None
         return 0
@@ -201,6 +213,7 @@ def main() -> int:
         # The worker runs in a folder of its own.
         for flag in (f"--{name}", abspath(value) if exists(value) else value)
     ]
+    passed_on += ["--quantization", args.quantization]
     workers = {}
     for name in SETTINGS:
         workers[name] = Worker(__file__, name, *passed_on)
@@ -214,7 +227,7 @@ def main() -> int:
     print(
         f"one request at a time, {len(conversations)} chat prompts, {num_tokens} "
         f"tokens, at most {args.max_tokens} an answer, temperature "
-        f"{args.temperature:g}\n"
+        f"{args.temperature:g}, quantization {args.quantization}\n"
     )
     print_table(figures)
     if args.json:

@@ -72,6 +72,33 @@ def test_the_prompts_are_twenty_of_many_kinds(benchmark):
     assert len({json.loads(line)["topic"] for line in lines}) >= 5
 
 
+def test_every_engine_gets_the_quantization_that_is_asked_for(benchmark, monkeypatch):
+    started = []
+
+    class Worker:
+        def __init__(self, script: str, setting: str, *flags: str) -> None:
+            self.flags = [script, "--worker", setting, *flags]
+
+        def order(self, **order: object) -> dict[str, object]:
+            return answer([1], 1.0)
+
+        def close(self) -> None:
+            # What the process of this engine does with its flags.
+            monkeypatch.setattr(sys, "argv", self.flags)
+            args = benchmark.parse_args()
+            benchmark.make_engine(
+                args.worker, args.model, args.drafter, args.quantization
+            )
+
+    monkeypatch.setattr(benchmark, "Worker", Worker)
+    monkeypatch.setattr(
+        vllm, "LLM", lambda model, **kwargs: started.append(kwargs["quantization"])
+    )
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--quantization=none"])
+    assert benchmark.main() == 0
+    assert started == ["none"] * 3
+
+
 def test_a_run_compares_three_settings(tmp_path: Path):
     folders = [tmp_path / name for name in ("model", "drafter")]
     for folder in folders:
