@@ -69,7 +69,7 @@ extern "C" int64_t multiply_bytes(int64_t num_pieces, int64_t num_rounds) {
     uint8_t bytes[4 * kLanes];
     for (int i = 0; i < 4 * kLanes; ++i) bytes[i] = static_cast<uint8_t>(i & 15);
     const Bytes weights = load_bytes(bytes);
-    ProductSums chains[kChains];
+    NibbleSums chains[kChains];
     for (int c = 0; c < kChains; ++c) chains[c] = no_products();
     for (int64_t round = 0; round < num_rounds; ++round) {
       for (int i = 0; i < kFours; i += kChains) {
@@ -78,7 +78,7 @@ extern "C" int64_t multiply_bytes(int64_t num_pieces, int64_t num_rounds) {
       }
     }
     IntVec all = broadcast_int(0);
-    for (int c = 0; c < kChains; ++c) all = all + total<1>(chains[c]);
+    for (int c = 0; c < kChains; ++c) all = all + total(chains[c]);
     sums[piece] = first_lane(all);
   });
   return sum_of(sums);

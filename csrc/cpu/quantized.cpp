@@ -29,7 +29,7 @@ template <int ROWS>
 struct TileBlock {
   int8_t values[ROWS][kBlock];
   float scale[ROWS];
-  // Q4_1: the sum of the activations. Else minus the stored offset times the sum of the
+  // Q4_1: the sum of the activations. Else minus the offset of products times the sum of the
   // values, an integer.
   union {
     float sum[ROWS];
@@ -77,7 +77,7 @@ class QuantizedRow {
       const float scaled = steps.scale * total;
       std::memcpy(numbers + count_ * 4, &scaled, 4);
     } else {
-      const int32_t correction = -stored_offset(F) * static_cast<int32_t>(total);
+      const int32_t correction = -product_offset(F) * static_cast<int32_t>(total);
       std::memcpy(numbers + count_ * 4, &correction, 4);
     }
   }
@@ -131,7 +131,7 @@ inline int32_t four_values(const int8_t* values) {
 }
 
 template <int ROWS>
-inline void add_group(ProductSums (&sums)[ROWS], Bytes weights, const TileBlock<ROWS>& x,
+inline void add_group(NibbleSums (&sums)[ROWS], Bytes weights, const TileBlock<ROWS>& x,
                       int group) {
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
@@ -139,8 +139,11 @@ inline void add_group(ProductSums (&sums)[ROWS], Bytes weights, const TileBlock<
 }
 
 template <int ROWS>
-inline void clear(ProductSums (&sums)[ROWS]) {
-  for (int i = 0; i < ROWS; ++i) sums[i] = no_products();
+inline void add_signed_group(IntVec (&sums)[ROWS], const SignedBytes& weights,
+                             const TileBlock<ROWS>& x, int group) {
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+    add_signed_products(sums[i], weights, four_values(x.values[i] + 4 * group));
 }
 
 // The integer sums of one block's products, a row each.
@@ -148,33 +151,22 @@ template <Format F, int ROWS>
 inline __attribute__((always_inline)) void multiply_block(const uint8_t* record,
                                                           const TileBlock<ROWS>& x,
                                                           IntVec (&out)[ROWS]) {
-  ProductSums sums[ROWS];
-  clear(sums);
   if constexpr (has_nibbles(F)) {
+    NibbleSums sums[ROWS];
+    for (int i = 0; i < ROWS; ++i) sums[i] = no_products();
 #pragma GCC unroll 4
     for (int group = 0; group < 4; ++group) {
       const Bytes both = load_bytes(record + group * kGroupBytes);
       add_group(sums, low_nibbles(both), x, group);
       add_group(sums, high_nibbles(both), x, group + 4);
     }
-  } else if constexpr (kSumsTakeBytes) {
-#pragma GCC unroll 8
-    for (int group = 0; group < 8; ++group)
-      add_group(sums, load_bytes(record + group * kGroupBytes), x, group);
+    for (int i = 0; i < ROWS; ++i) out[i] = total(sums[i]);
   } else {
-    // A byte is two nibbles.
+    for (int i = 0; i < ROWS; ++i) out[i] = broadcast_int(0);
 #pragma GCC unroll 8
     for (int group = 0; group < 8; ++group)
-      add_group(sums, low_nibbles(load_bytes(record + group * kGroupBytes)), x, group);
-    for (int i = 0; i < ROWS; ++i) out[i] = total<1>(sums[i]);
-    clear(sums);
-#pragma GCC unroll 8
-    for (int group = 0; group < 8; ++group)
-      add_group(sums, high_nibbles(load_bytes(record + group * kGroupBytes)), x, group);
-    for (int i = 0; i < ROWS; ++i) out[i] = out[i] + total<16>(sums[i]);
-    return;
+      add_signed_group(out, load_signed(record + group * kGroupBytes), x, group);
   }
-  for (int i = 0; i < ROWS; ++i) out[i] = total<1>(sums[i]);
 }
 
 inline const uint16_t* halves_of(const uint8_t* record, Format format) {
@@ -198,7 +190,8 @@ void multiply_tile(const Product& p, const uint8_t* tile, int64_t first_row,
     multiply_block<F>(record, *x, sums);
     const Vec scale = load_half(halves_of(record, F));
     for (int i = 0; i < ROWS; ++i) {
-      if constexpr (F != Format::kQ4_1) sums[i] = sums[i] + broadcast_int(x->correction[i]);
+      if constexpr (product_offset(F) != 0)
+        sums[i] = sums[i] + broadcast_int(x->correction[i]);
       acc[i] = fma(to_float(sums[i]), scale * broadcast(x->scale[i]), acc[i]);
     }
     if constexpr (F == Format::kQ4_1) {
@@ -223,8 +216,11 @@ void multiply_int8_tile(const Product& p, const uint8_t* tile, int64_t first_row
     prefetch(record + kPrefetchBytes, record_bytes(F));
     IntVec sums[ROWS];
     multiply_block<F>(record, *x, sums);
-    for (int i = 0; i < ROWS; ++i)
-      acc[i] = acc[i] + sums[i] + broadcast_int(x->correction[i]);
+    for (int i = 0; i < ROWS; ++i) {
+      if constexpr (product_offset(F) != 0)
+        sums[i] = sums[i] + broadcast_int(x->correction[i]);
+      acc[i] = acc[i] + sums[i];
+    }
   }
   const auto* first = reinterpret_cast<const TileBlock<ROWS>*>(tile);
   const Vec scale = load(reinterpret_cast<const float*>(record));

@@ -41,6 +41,10 @@ inline int64_t panel_bytes(Format format, int64_t size) {
 constexpr int32_t stored_offset(Format format) {
   return format == Format::kQ4_0 ? 8 : format == Format::kQ4_1 ? 0 : 128;
 }
+// The part of it that products leave to be subtracted.
+constexpr int32_t product_offset(Format format) {
+  return has_nibbles(format) ? stored_offset(format) : kBytesOffset;
+}
 
 // How far 127 steps must reach; anything smaller counts as zero.
 constexpr float kSmallestRange = 1e-30f;

@@ -93,40 +93,64 @@ inline Bytes low_nibbles(Bytes a) {
 }
 inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
 
-// Sums of products of unsigned bytes, four in each lane, and four signed ones that all
-// lanes share. Exact for eight additions of nibbles times -127..127, and for bytes, any
-// number of them, where kSumsTakeBytes.
+// NibbleSums: sums of products of nibbles, four in each lane, and four values in
+// -127..127 that all lanes share; exact for eight additions.
+//
+// SignedBytes: four values in each lane, of which p has value + 128; their products are
+// summed in an IntVec, any number of them. What is multiplied is value + kBytesOffset.
 #if defined(__AVX512VNNI__)
-constexpr bool kSumsTakeBytes = true;
-using ProductSums = IntVec;
+using NibbleSums = IntVec;
 
-inline ProductSums no_products() { return broadcast_int(0); }
-inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+inline NibbleSums no_products() { return broadcast_int(0); }
+inline void add_products(NibbleSums& sums, Bytes a, int32_t four) {
   sums.v = _mm512_dpbusd_epi32(sums.v, a.v, _mm512_set1_epi32(four));
 }
-// A lane's sum, times the factor.
-template <int FACTOR>
-inline IntVec total(ProductSums sums) {
-  static_assert(FACTOR == 1, "sums of bytes are whole");
-  return sums;
+inline IntVec total(NibbleSums sums) { return sums; }
+
+constexpr int32_t kBytesOffset = 128;
+using SignedBytes = Bytes;
+
+inline SignedBytes load_signed(const uint8_t* p) { return load_bytes(p); }
+inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
+  add_products(sums, a, four);
 }
 #else
-constexpr bool kSumsTakeBytes = false;
-
-struct ProductSums {
+struct NibbleSums {
   __m512i pairs;
 };
 
-inline ProductSums no_products() { return {_mm512_setzero_si512()}; }
-inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+inline NibbleSums no_products() { return {_mm512_setzero_si512()}; }
+inline void add_products(NibbleSums& sums, Bytes a, int32_t four) {
   const __m512i pairs = _mm512_maddubs_epi16(a.v, _mm512_set1_epi32(four));
   sums.pairs = _mm512_add_epi16(sums.pairs, pairs);
   // Else the compiler adds in a tree, for which the registers are too few.
   asm("" : "+v"(sums.pairs));
 }
-template <int FACTOR>
-inline IntVec total(ProductSums sums) {
-  return {_mm512_madd_epi16(sums.pairs, _mm512_set1_epi16(FACTOR))};
+inline IntVec total(NibbleSums sums) {
+  return {_mm512_madd_epi16(sums.pairs, _mm512_set1_epi16(1))};
+}
+
+constexpr int32_t kBytesOffset = 0;
+
+// Products take a magnitude, and the other factor with its sign: two of them fit in 16
+// bits, as 128 * 127 * 2 < 2^15.
+struct SignedBytes {
+  __m512i magnitudes;
+  __mmask64 negative;
+};
+
+inline SignedBytes load_signed(const uint8_t* p) {
+  const __m512i values =
+      _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
+  return {_mm512_abs_epi8(values), _mm512_movepi8_mask(values)};
+}
+inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
+  const __m512i all = _mm512_set1_epi32(four);
+  const __m512i x = _mm512_mask_sub_epi8(all, a.negative, _mm512_setzero_si512(), all);
+  const __m512i pairs = _mm512_maddubs_epi16(a.magnitudes, x);
+  const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+  sums.v = _mm512_add_epi32(sums.v, fours);
+  asm("" : "+v"(sums.v));
 }
 #endif
 
@@ -246,26 +270,49 @@ inline Bytes high_nibbles(Bytes a) {
   return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)});
 }
 
-constexpr bool kSumsTakeBytes = false;
-
-struct ProductSums {
+struct NibbleSums {
   __m256i lo, hi;
 };
 
-inline ProductSums no_products() {
+inline NibbleSums no_products() {
   return {_mm256_setzero_si256(), _mm256_setzero_si256()};
 }
-inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+inline void add_products(NibbleSums& sums, Bytes a, int32_t four) {
   const __m256i all = _mm256_set1_epi32(four);
   sums.lo = _mm256_add_epi16(sums.lo, _mm256_maddubs_epi16(a.lo, all));
   sums.hi = _mm256_add_epi16(sums.hi, _mm256_maddubs_epi16(a.hi, all));
   // Else the compiler adds in a tree, for which the registers are too few.
   asm("" : "+x"(sums.lo), "+x"(sums.hi));
 }
-template <int FACTOR>
-inline IntVec total(ProductSums sums) {
-  const __m256i factor = _mm256_set1_epi16(FACTOR);
-  return {_mm256_madd_epi16(sums.lo, factor), _mm256_madd_epi16(sums.hi, factor)};
+inline IntVec total(NibbleSums sums) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sums.lo, one), _mm256_madd_epi16(sums.hi, one)};
+}
+
+constexpr int32_t kBytesOffset = 0;
+
+// Products take a magnitude, and the other factor with its sign: two of them fit in 16
+// bits, as 128 * 127 * 2 < 2^15.
+struct SignedBytes {
+  __m256i lo, hi, low_magnitudes, high_magnitudes;
+};
+
+inline SignedBytes load_signed(const uint8_t* p) {
+  const Bytes stored = load_bytes(p);
+  const __m256i offset = _mm256_set1_epi8(-128);
+  const __m256i lo = _mm256_xor_si256(stored.lo, offset);
+  const __m256i hi = _mm256_xor_si256(stored.hi, offset);
+  return {lo, hi, _mm256_abs_epi8(lo), _mm256_abs_epi8(hi)};
+}
+inline __m256i sums_of_fours(__m256i magnitudes, __m256i signs, __m256i x) {
+  const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(x, signs));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+inline void add_signed_products(IntVec& sums, const SignedBytes& a, int32_t four) {
+  const __m256i all = _mm256_set1_epi32(four);
+  sums.lo = _mm256_add_epi32(sums.lo, sums_of_fours(a.low_magnitudes, a.lo, all));
+  sums.hi = _mm256_add_epi32(sums.hi, sums_of_fours(a.high_magnitudes, a.hi, all));
+  asm("" : "+x"(sums.lo), "+x"(sums.hi));
 }
 
 #else
@@ -402,20 +449,23 @@ inline Bytes high_nibbles(Bytes a) {
   return a;
 }
 
-constexpr bool kSumsTakeBytes = true;
-using ProductSums = IntVec;
+using NibbleSums = IntVec;
 
-inline ProductSums no_products() { return broadcast_int(0); }
-inline void add_products(ProductSums& sums, Bytes a, int32_t four) {
+inline NibbleSums no_products() { return broadcast_int(0); }
+inline void add_products(NibbleSums& sums, Bytes a, int32_t four) {
   int8_t x[4];
   std::memcpy(x, &four, 4);
   for (int i = 0; i < kLanes; ++i)
     for (int j = 0; j < 4; ++j) sums.v[i] += a.v[4 * i + j] * x[j];
 }
-template <int FACTOR>
-inline IntVec total(ProductSums sums) {
-  static_assert(FACTOR == 1, "sums of bytes are whole");
-  return sums;
+inline IntVec total(NibbleSums sums) { return sums; }
+
+constexpr int32_t kBytesOffset = 128;
+using SignedBytes = Bytes;
+
+inline SignedBytes load_signed(const uint8_t* p) { return load_bytes(p); }
+inline void add_signed_products(IntVec& sums, const SignedBytes& a, int32_t four) {
+  add_products(sums, a, four);
 }
 
 #endif
