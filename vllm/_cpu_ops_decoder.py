@@ -109,7 +109,6 @@ class FusedLayers:
 
     def run(
         self,
-        indices: range,
         stream: torch.Tensor,
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
@@ -118,11 +117,12 @@ class FusedLayers:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         is_causal: bool,
+        tap_layer_ids: Sequence[int],
+        taps: torch.Tensor,
     ) -> None:
-        """Run neighbouring layers.
+        """Run all layers.
 
         Args:
-            indices: of the layers, ascending.
             stream: [T, hidden_size] float32, the residual stream, changed in place.
             positions: [T] int64.
             kv_caches: of all layers, of one `cpu_kv_cache_shape`.
@@ -131,14 +131,22 @@ class FusedLayers:
             query_start_loc: [num_reqs + 1] int32.
             seq_lens: [num_reqs] int32.
             is_causal: False lets a query see every key of its request.
+            tap_layer_ids: i is the stream that enters layer i; the number of layers is
+                the stream in the end.
+            taps: [len(tap_layer_ids), T, hidden_size] float32, written.
 
         Raises:
             IndexError: a position, slot or block is outside; nothing was changed.
-            ValueError: shapes do not belong together.
+            ValueError: shapes do not belong together, or there is no such layer.
         """
-        if not indices:
-            return
         num_tokens, num_reqs = positions.shape[0], seq_lens.shape[0]
+        if stream.shape != (num_tokens, self._hidden_size):
+            raise ValueError(
+                f"the stream has shape {tuple(stream.shape)} for {num_tokens} tokens "
+                f"of {self._hidden_size}"
+            )
+        if not all(0 <= tap <= len(self._layers) for tap in tap_layer_ids):
+            raise ValueError(f"there are no layers to tap at {tap_layer_ids}")
         self._bind(kv_caches)
         _, num_blocks, _, block_size, _ = kv_caches[0].shape
         step = _Step(
@@ -154,21 +162,19 @@ class FusedLayers:
             num_blocks,
             block_size,
             is_causal,
+            _address(taps, (len(tap_layer_ids), num_tokens, self._hidden_size)),
+            (c_int64 * len(tap_layer_ids))(*tap_layer_ids),
+            len(tap_layer_ids),
         )
-        if stream.shape != (num_tokens, self._hidden_size):
-            raise ValueError(
-                f"the stream has shape {tuple(stream.shape)} for {num_tokens} tokens "
-                f"of {self._hidden_size}"
-            )
         if block_table.shape[0] < num_reqs:
             raise ValueError("each request needs its blocks")
         outside = self._ops.decoder_layers(
-            addressof(self._layers[indices.start]),
-            len(indices),
+            addressof(self._layers),
+            len(self._layers),
             addressof(step),
             _rows_address(stream, torch.float32),
             stream.stride()[0],
-            addressof(self._cache_addresses) + indices.start * _POINTER_BYTES,
+            addressof(self._cache_addresses),
         )
         if outside:
             what = ("position", "slot", "block")[outside - 1]
@@ -264,9 +270,6 @@ def _rows_address(x: torch.Tensor, dtype: torch.dtype) -> int:
     return x.data_ptr()
 
 
-_POINTER_BYTES = ctypes.sizeof(c_void_p)
-
-
 # The structures of csrc/cpu/api.h, field by field.
 class _Weight(Structure):
     _fields_ = (
@@ -320,4 +323,7 @@ class _Step(Structure):
         ("num_blocks", c_int64),
         ("block_size", c_int64),
         ("is_causal", c_int64),
+        ("taps", c_void_p),
+        ("tap_layer_ids", POINTER(c_int64)),
+        ("num_taps", c_int64),
     )

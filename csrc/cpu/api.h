@@ -125,6 +125,11 @@ struct VllmStep {
   const int32_t* seq_lens;         // [num_reqs]
   int64_t num_tokens, num_reqs, num_blocks, block_size;
   int64_t is_causal;
+  // Where the stream is copied to, [num_taps][num_tokens][hidden_size], as it enters the
+  // layers of these ids; the number of layers is its end.
+  float* taps;
+  const int64_t* tap_layer_ids;  // [num_taps]
+  int64_t num_taps;
 };
 
 // Runs layers, all of the first one's shape, on the residual stream [num_tokens]

@@ -14,6 +14,8 @@ namespace {
 
 // Elements below which a second thread costs more than it brings.
 constexpr int64_t kMinElements = 4096;
+// The same of numbers that are copied only.
+constexpr int64_t kMinCopied = 65536;
 
 class DecoderLayer {
  public:
@@ -108,6 +110,19 @@ class DecoderLayer {
   const KVCache cache_;
 };
 
+// Copies the stream as it enters layer `layer_idx` to the taps of that layer.
+void tap(const VllmStep& step, int64_t layer_idx, const float* stream,
+         int64_t stream_stride, int64_t hidden_size) {
+  for (int64_t i = 0; i < step.num_taps; ++i) {
+    if (step.tap_layer_ids[i] != layer_idx) continue;
+    float* out = step.taps + i * step.num_tokens * hidden_size;
+    parallel_for(step.num_tokens, grain_for(hidden_size, kMinCopied), [&](int64_t token) {
+      std::memcpy(out + token * hidden_size, stream + token * stream_stride,
+                  static_cast<size_t>(hidden_size) * sizeof(float));
+    });
+  }
+}
+
 int64_t find_invalid_index(const VllmDecoderLayer& layer, const VllmStep& step,
                            const Attention& attention) {
   for (int64_t token = 0; token < step.num_tokens; ++token) {
@@ -135,7 +150,9 @@ VLLM_API int64_t vllm_decoder_layers(const VllmDecoderLayer* layers, int64_t num
       if (const int64_t code = find_invalid_index(layers[0], *step, attention)) return code;
       memory = scratch.floats(static_cast<size_t>(layer.scratch_floats()));
     }
+    tap(*step, i, stream, stream_stride, layers[i].qkv.size);
     layer.run(memory);
   }
+  tap(*step, num_layers, stream, stream_stride, layers[0].qkv.size);
   return 0;
 }

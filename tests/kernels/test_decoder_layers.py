@@ -143,9 +143,9 @@ def make_caches(s: Shape, num_layers: int) -> list[torch.Tensor]:
     return [draw(*shape) for _ in range(num_layers)]
 
 
-def run_fused(ops, layers, step, stream, caches, indices=None) -> None:
+def run_fused(ops, layers, step, stream, caches, tap_layer_ids=()) -> torch.Tensor:
+    taps = torch.empty(len(tap_layer_ids), *stream.shape)
     FusedLayers(ops, layers).run(
-        indices or range(len(layers)),
         stream,
         step.positions,
         caches,
@@ -154,7 +154,10 @@ def run_fused(ops, layers, step, stream, caches, indices=None) -> None:
         step.query_start_loc,
         step.seq_lens_tensor,
         step.is_causal,
+        tap_layer_ids,
+        taps,
     )
+    return taps
 
 
 def run_singly(ops, layers, step, stream, caches) -> None:
@@ -271,15 +274,19 @@ def test_builds_agree_bit_for_bit(kind, shape):
 
 
 @native_ops
-def test_some_of_the_layers_run_with_their_own_weights_and_caches(ops):
+@pytest.mark.parametrize("tap_layer_ids", [(0,), (3, 0, 2), (2, 3), (1, 0, 3, 2)])
+def test_taps_are_the_stream_on_its_way(ops, tap_layer_ids):
     layers = [draw_layer(ops, "float32", ODD, seed) for seed in (1, 2, 3)]
-    step = Step((2,), (20,))
-    stream, caches = Drawer(3)(2, ODD.hidden), make_caches(ODD, 3)
-    expected, expected_caches = stream.clone(), make_caches(ODD, 3)
-    run_singly(ops, layers[1:], step, expected, expected_caches[1:])
-    run_fused(ops, layers, step, stream, caches, range(1, 3))
-    assert torch.equal(stream, expected)
-    assert all(map(torch.equal, caches, expected_caches))
+    step, caches = Step((2, 40), (20, 40)), make_caches(ODD, 3)
+    # Rows of a wider tensor.
+    stream = Drawer(3)(42, ODD.hidden + 5)[:, 5:]
+    on_its_way = [stream.clone()]
+    for layer, cache in zip(layers, make_caches(ODD, 3), strict=True):
+        on_its_way.append(on_its_way[-1].clone())
+        run_singly(ops, [layer], step, on_its_way[-1], [cache])
+    taps = run_fused(ops, layers, step, stream, caches, tap_layer_ids)
+    assert torch.equal(taps, torch.stack([on_its_way[i] for i in tap_layer_ids]))
+    assert torch.equal(stream, on_its_way[-1])
 
 
 @native_ops
@@ -300,7 +307,6 @@ def test_caches_that_moved_are_found(ops):
     for caches in (make_caches(ODD, 1), make_caches(ODD, 1)):
         stream = Drawer(3)(2, ODD.hidden)
         fused.run(
-            range(1),
             stream,
             step.positions,
             caches,
@@ -309,6 +315,8 @@ def test_caches_that_moved_are_found(ops):
             step.query_start_loc,
             step.seq_lens_tensor,
             True,
+            (),
+            torch.empty(0, *stream.shape),
         )
         results.append(caches[0])
     assert torch.equal(*results)
@@ -360,3 +368,6 @@ def test_refuses_shapes_that_do_not_belong_together(ops):
         run_fused(ops, [layer], step, stream, [caches[0][:, :, :, :, :8]])
     with pytest.raises(ValueError, match="each layer"):
         run_fused(ops, [layer, layer], step, stream, caches)
+    for tap_layer_id in (-1, 2):
+        with pytest.raises(ValueError, match="no layers to tap"):
+            run_fused(ops, [layer], step, stream, caches, (tap_layer_id,))

@@ -102,20 +102,20 @@ def test_layers_give_the_same_bits_in_one_operation_and_one_by_one(
 
 
 @needs_cpu_ops
-def test_layers_between_taps_are_one_operation(checkpoint, monkeypatch):
-    fuse, indices = CPUAttentionBackend.maybe_fuse_layers, []
+def test_layers_are_one_operation_with_taps_too(checkpoint, monkeypatch):
+    fuse, tapped = CPUAttentionBackend.maybe_fuse_layers, []
 
     def record(layers):
         run = fuse(layers)
-        return lambda which, *args: (indices.append(which), run(which, *args))
+        return lambda *args: (tapped.append(args[-2]), run(*args))
 
     monkeypatch.setattr(CPUAttentionBackend, "maybe_fuse_layers", record)
     model = load(checkpoint[0])
     Session(model).forward(TOKENS)
-    assert indices == [range(3)]
+    assert tapped == [()]
     model.set_aux_hidden_state_layers((3, 0, 2))
     Session(model).forward(TOKENS)
-    assert indices[1:] == [range(0), range(2), range(2, 3), range(3, 3)]
+    assert tapped[1:] == [(3, 0, 2)]
 
 
 @pytest.mark.parametrize("layer_ids", [(4,), (-1,), (1, 1)])

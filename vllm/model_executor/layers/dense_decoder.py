@@ -174,26 +174,35 @@ class DecoderLayers(nn.ModuleList):
         Returns:
             The tapped streams, in the order of their ids.
         """
-        taps: dict[int, torch.Tensor] = {}
-        first = 0
-        for layer_idx in sorted(tap_layer_ids):
-            self._run(range(first, layer_idx), positions, stream)
-            # The stream changes in place.
-            taps[layer_idx] = stream.clone()
-            first = layer_idx
-        self._run(range(first, len(self)), positions, stream)
-        return [taps[layer_idx] for layer_idx in tap_layer_ids]
-
-    def _run(
-        self, indices: range, positions: torch.Tensor, stream: torch.Tensor
-    ) -> None:
+        taps = stream.new_empty(len(tap_layer_ids), *stream.shape)
         context = get_forward_context()
         if context.attn_metadata is None or self._fused is None:
-            for layer_idx in indices:
+            self._run_singly(positions, stream, tap_layer_ids, taps)
+        else:
+            kv_caches = [context.kv_caches[name] for name in self._cache_names]
+            self._fused(
+                stream,
+                positions,
+                kv_caches,
+                context.attn_metadata,
+                tap_layer_ids,
+                taps,
+            )
+        return list(taps)
+
+    def _run_singly(
+        self,
+        positions: torch.Tensor,
+        stream: torch.Tensor,
+        tap_layer_ids: tuple[int, ...],
+        taps: torch.Tensor,
+    ) -> None:
+        place_of = {layer_idx: place for place, layer_idx in enumerate(tap_layer_ids)}
+        for layer_idx in range(len(self) + 1):
+            if layer_idx in place_of:
+                taps[place_of[layer_idx]] = stream
+            if layer_idx < len(self):
                 self._in_order[layer_idx](positions, stream)
-            return
-        kv_caches = [context.kv_caches[name] for name in self._cache_names]
-        self._fused(indices, stream, positions, kv_caches, context.attn_metadata)
 
     @cached_property
     def _fused(self) -> LayersRunner | None:

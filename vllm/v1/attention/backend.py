@@ -48,20 +48,23 @@ class LayersRunner(Protocol):
 
     def __call__(
         self,
-        indices: range,
         stream: torch.Tensor,
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         metadata: AttentionMetadata,
+        tap_layer_ids: Sequence[int],
+        taps: torch.Tensor,
     ) -> None:
-        """Run neighbouring layers.
+        """Run all layers.
 
         Args:
-            indices: of the layers, ascending.
             stream: [T, hidden_size], the residual stream, changed in place.
             positions: [T] int64.
             kv_caches: of all layers.
             metadata: of the step.
+            tap_layer_ids: i is the stream that enters layer i; the number of layers is
+                the stream in the end.
+            taps: [len(tap_layer_ids), T, hidden_size], written.
         """
 
 

@@ -68,14 +68,14 @@ class CPUAttentionBackend(AttentionBackend):
             return None
 
         def run(
-            indices: range,
             stream: torch.Tensor,
             positions: torch.Tensor,
             kv_caches: Sequence[torch.Tensor],
             metadata: AttentionMetadata,
+            tap_layer_ids: Sequence[int],
+            taps: torch.Tensor,
         ) -> None:
             fused.run(
-                indices,
                 stream,
                 positions,
                 kv_caches,
@@ -84,6 +84,8 @@ class CPUAttentionBackend(AttentionBackend):
                 metadata.query_start_loc,
                 metadata.seq_lens,
                 metadata.is_causal,
+                tap_layer_ids,
+                taps,
             )
 
         return run
