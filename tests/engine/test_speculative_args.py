@@ -94,6 +94,23 @@ def test_trap_3_fewer_drafts_are_read_from_whole_blocks(tmp_path):
     assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (2, 6)
 
 
+@pytest.mark.parametrize("samples_from_anchor", [True, False])
+def test_blocks_are_short_where_the_drafter_allows_it(tmp_path, samples_from_anchor):
+    keys = {"allows_short_blocks": True, "sample_from_anchor": samples_from_anchor}
+    num_silent = 0 if samples_from_anchor else 1
+    config = resolve(tmp_path, DSPARK | keys, method="dspark", num_speculative_tokens=2)
+    assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (
+        2,
+        2 + num_silent,
+    )
+    assert config.dspark_config.num_draft_tokens == 2
+    whole = resolve(tmp_path, DSPARK | keys, method="dspark")
+    assert (whole.num_speculative_tokens, whole.num_lookahead_tokens) == (
+        6 - num_silent,
+        6,
+    )
+
+
 def test_trap_3_more_drafts_than_a_block_gives_are_refused(tmp_path):
     message = f"num_speculative_tokens must be at most 6, .* {tmp_path} gives, got 7"
     with pytest.raises(VLLMValidationError, match=message):

@@ -36,6 +36,7 @@ def test_it_knows_how_sure_it_is(config: DSparkConfig):
 
 def test_most_of_a_block_is_left_where_steps_are_cheap(config: DSparkConfig):
     assert (config.num_proposed_tokens, config.num_draft_tokens) == (3, 7)
+    assert config.shortened(3).block_size == 3
 
 
 def test_it_is_small(config: DSparkConfig, embedded_drafter: str):

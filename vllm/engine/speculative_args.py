@@ -174,6 +174,8 @@ def _find_default(target: ModelConfig, served_drafter: str | None) -> Drafter | 
         return None
     drafter = open_drafter(path, None, target)
     config = drafter.dspark_config
+    if config is not None:
+        config = config.shortened(_default_num_drafts(config))
     if config is not None and config.block_size > target.max_model_len:
         logger.warning(
             "No speculative decoding: the drafter's blocks have %d tokens, more than "
@@ -213,10 +215,14 @@ def _choose_num_drafts(keys: _Keys, drafter: Drafter) -> int:
                 f"must be at most {most}, what a block of {drafter.path} gives",
                 num_drafts,
             )
-        num_drafts = num_drafts or config.num_proposed_tokens or most
+        num_drafts = num_drafts or _default_num_drafts(config)
     _check_num_drafts(num_drafts)
     assert num_drafts is not None, "checked above"
     return num_drafts
+
+
+def _default_num_drafts(config: DSparkConfig) -> int:
+    return config.num_proposed_tokens or config.num_draft_tokens
 
 
 def _make_config(
@@ -228,14 +234,17 @@ def _make_config(
     assert keys.enable_adaptive_verification is not None, "chosen if left open"
     asked, own = keys.max_model_len, drafter.max_position_embeddings
     max_model_len = min(filter(None, (target.max_model_len, asked, own)))
-    _check_block_fits(drafter.dspark_config, max_model_len)
+    dspark_config = drafter.dspark_config
+    if dspark_config is not None:
+        dspark_config = dspark_config.shortened(keys.num_speculative_tokens)
+    _check_block_fits(dspark_config, max_model_len)
     lookup_min, lookup_max = _lookup(keys)
     return SpeculativeConfig(
         method=keys.method,
         num_speculative_tokens=keys.num_speculative_tokens,
         model=drafter.path,
         draft_hf_config=drafter.hf_config,
-        dspark_config=drafter.dspark_config,
+        dspark_config=dspark_config,
         max_model_len=max_model_len,
         draft_sample_method=keys.draft_sample_method,
         rejection_sample_method=keys.rejection_sample_method,

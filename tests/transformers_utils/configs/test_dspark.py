@@ -160,6 +160,7 @@ def test_written_config_is_read_back_the_same(tmp_path):
         confidence_temperatures=(1.5,) * 7,
         sample_from_anchor=True,
         num_proposed_tokens=4,
+        allows_short_blocks=True,
     )
     raw = to_speculators_json(config, "some/target", "Qwen3ForCausalLM")
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -168,6 +169,15 @@ def test_written_config_is_read_back_the_same(tmp_path):
         "name_or_path": "some/target",
         "architectures": ["Qwen3ForCausalLM"],
     }
+
+
+def test_a_short_block_has_the_temperatures_of_its_drafts():
+    temperatures = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
+    config = replace(speculators(), confidence_temperatures=temperatures)
+    assert config.shortened(3) == config
+    short = replace(config, allows_short_blocks=True).shortened(3)
+    assert short.num_draft_tokens == 3
+    assert short.confidence_temperatures == temperatures[:3]
 
 
 def test_trap_1_speculators_layer_ids_name_inputs_and_deepspec_ids_outputs():

@@ -50,6 +50,9 @@ class DSparkConfig:
             never calibrated.
         num_proposed_tokens: drafts to take of a block if nobody says otherwise, fewer
             than it gives; None: all.
+        allows_short_blocks: the states of a block's first slots are as good without
+            the slots behind them. A drafter is run at the size it was trained at unless
+            its file says so.
     """
 
     backbone: HfConfig
@@ -67,6 +70,7 @@ class DSparkConfig:
     is_rope_interleaved: bool = False
     confidence_temperatures: tuple[float, ...] = ()
     num_proposed_tokens: int | None = None
+    allows_short_blocks: bool = False
 
     @property
     def num_draft_layers(self) -> int:
@@ -92,6 +96,21 @@ class DSparkConfig:
     def has_reduced_vocab(self) -> bool:
         """Whether some of the target's tokens can never be drafted."""
         return self.draft_vocab_size != self.backbone.vocab_size
+
+    def shortened(self, num_drafts: int) -> "DSparkConfig":
+        """Return the drafter with the smallest block that gives so many drafts.
+
+        Args:
+            num_drafts: at least 1, at most `num_draft_tokens`.
+        """
+        if not self.allows_short_blocks:
+            return self
+        num_silent = self.block_size - self.num_draft_tokens
+        return replace(
+            self,
+            block_size=num_silent + num_drafts,
+            confidence_temperatures=self.confidence_temperatures[:num_drafts],
+        )
 
 
 def is_drafter_json(raw: dict[str, Any]) -> bool:
@@ -270,6 +289,8 @@ def to_speculators_json(
         raw["num_target_layers"] = config.num_target_layers
     if config.confidence_temperatures:
         raw["confidence_temperatures"] = list(config.confidence_temperatures)
+    if config.allows_short_blocks:
+        raw["allows_short_blocks"] = True
     return raw
 
 
@@ -365,6 +386,7 @@ def _common(fields: "_DraftFields", raw: dict[str, Any]) -> dict[str, Any]:
             for key in _INTERLEAVED_KEYS
         ),
         "confidence_temperatures": fields.temperatures("confidence_temperatures"),
+        "allows_short_blocks": fields.boolean("allows_short_blocks", False),
     }
 
 
