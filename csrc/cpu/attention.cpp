@@ -24,6 +24,11 @@ constexpr int64_t kTileRows = 48;
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kMinWork = 65536;
 
+// Rows of the largest tile: a whole group of heads always fits.
+int64_t max_tile_rows(const Attention& a) {
+  return a.group() > kTileRows ? a.group() : kTileRows;
+}
+
 // Neighbouring query tokens of one request, with the heads of one key/value head.
 struct Tile {
   int64_t req, kv_head;
@@ -44,6 +49,8 @@ State state_at(float* memory, int64_t rows) {
   return {memory, memory + rows, memory + 2 * rows};
 }
 
+// T is the type of the cache's elements.
+template <typename T>
 class TileRun {
  public:
   TileRun(const Attention& a, const Tile& tile, float* memory)
@@ -51,17 +58,9 @@ class TileRun {
         tile_(tile),
         rows_(tile.num_tokens * a.group()),
         queries_(memory),
-        weights_(queries_ + kTileRowsCap(a) * a.width()),
-        alphas_(weights_ + kTileRowsCap(a) * kStep) {
+        weights_(queries_ + max_tile_rows(a) * a.width()),
+        alphas_(weights_ + max_tile_rows(a) * kStep) {
     pack_queries();
-  }
-
-  // Rows of the largest tile: a whole group of heads always fits.
-  static int64_t kTileRowsCap(const Attention& a) {
-    return a.group() > kTileRows ? a.group() : kTileRows;
-  }
-  static int64_t scratch_floats(const Attention& a) {
-    return kTileRowsCap(a) * (a.width() + kStep + 1);
   }
 
   // Attends to the keys of one partition; false if no row of the tile sees any.
@@ -93,10 +92,10 @@ class TileRun {
     return keys < 0 ? 0 : (keys < size ? keys : size);
   }
 
-  const float* block(const float* base, int64_t position) const {
+  const T* block(const T* base, int64_t position) const {
     const int64_t id = a_.block_table[tile_.req * a_.block_table_stride +
                                       position / a_.cache.block_size];
-    return base + (id * a_.cache.num_kv_heads + tile_.kv_head) * a_.cache.block_floats();
+    return base + (id * a_.cache.num_kv_heads + tile_.kv_head) * a_.cache.block_elements();
   }
 
   // Rows in register tiles of kMaxRows, each [width][rows], scaled.
@@ -140,10 +139,10 @@ class TileRun {
 
   template <int ROWS, int GROUPS>
   void score_groups(int64_t row, int64_t start, int64_t g) {
-    const float* keys[GROUPS];
+    const T* keys[GROUPS];
     for (int i = 0; i < GROUPS; ++i) {
       const int64_t position = start + (g + i) * kLanes;
-      keys[i] = block(a_.cache.keys, position) + position % a_.cache.block_size;
+      keys[i] = block(a_.cache.keys<T>(), position) + position % a_.cache.block_size;
     }
     Vec acc[ROWS][GROUPS];
     for (int i = 0; i < ROWS; ++i)
@@ -223,9 +222,10 @@ class TileRun {
       const int64_t offset = position % a_.cache.block_size;
       const int64_t left = a_.cache.block_size - offset;
       const int64_t count = to - key < left ? to - key : left;
-      const float* values[GROUPS];
+      const T* values[GROUPS];
       for (int j = 0; j < GROUPS; ++j)
-        values[j] = block(a_.cache.values(), position) + offset * width + column + j * kLanes;
+        values[j] =
+            block(a_.cache.values<T>(), position) + offset * width + column + j * kLanes;
       accumulate<ROWS, GROUPS, kStep, 1>(acc, weights_ + row * kStep + key, values, width,
                                          count);
       key += count;
@@ -242,6 +242,11 @@ class TileRun {
   float* const weights_;  // [rows][kStep]
   float* const alphas_;   // [rows]
 };
+
+// Memory of a TileRun.
+int64_t tile_floats(const Attention& a) {
+  return max_tile_rows(a) * (a.width() + kStep + 1);
+}
 
 float exp_one(float x) {
   float lanes[kLanes];
@@ -289,7 +294,7 @@ int64_t num_partitions(const Attention& a, const Tile& tile) {
 // The long ones first: prefills stand last in a batch, and late tiles see most keys.
 std::vector<Tile> make_tiles(const Attention& a, int64_t& work) {
   std::vector<Tile> tiles;
-  const int64_t cap = TileRun::kTileRowsCap(a) / a.group();
+  const int64_t cap = max_tile_rows(a) / a.group();
   for (int64_t req = a.num_reqs - 1; req >= 0; --req) {
     const int64_t first = a.query_start_loc[req];
     const int64_t count = a.query_start_loc[req + 1] - first;
@@ -305,15 +310,15 @@ std::vector<Tile> make_tiles(const Attention& a, int64_t& work) {
   return tiles;
 }
 
+template <typename T>
 void run_tile(const Attention& a, const Tile& tile) {
   thread_local Scratch scratch;
   const int64_t rows = tile.num_tokens * a.group();
-  const int64_t floats = state_floats(TileRun::kTileRowsCap(a), a.width());
-  float* memory =
-      scratch.floats(static_cast<size_t>(TileRun::scratch_floats(a) + 2 * floats));
-  const State total = state_at(memory + TileRun::scratch_floats(a), rows);
-  const State part = state_at(memory + TileRun::scratch_floats(a) + floats, rows);
-  TileRun run(a, tile, memory);
+  const int64_t floats = state_floats(max_tile_rows(a), a.width());
+  float* memory = scratch.floats(static_cast<size_t>(tile_floats(a) + 2 * floats));
+  const State total = state_at(memory + tile_floats(a), rows);
+  const State part = state_at(memory + tile_floats(a) + floats, rows);
+  TileRun<T> run(a, tile, memory);
   run.run(0, total);
   for (int64_t partition = 1; partition < num_partitions(a, tile); ++partition)
     if (run.run(partition, part)) merge(total, part, rows, a.width());
@@ -321,6 +326,7 @@ void run_tile(const Attention& a, const Tile& tile) {
 }
 
 // For fewer tiles than threads: partitions side by side, then merged as run_tile does.
+template <typename T>
 void run_split(const Attention& a, const std::vector<Tile>& tiles) {
   struct Piece {
     size_t tile;
@@ -334,14 +340,14 @@ void run_split(const Attention& a, const std::vector<Tile>& tiles) {
     for (int64_t partition = 0; partition < num_partitions(a, tiles[tile]); ++partition)
       pieces.push_back({tile, partition});
   }
-  const int64_t floats = state_floats(TileRun::kTileRowsCap(a), a.width());
+  const int64_t floats = state_floats(max_tile_rows(a), a.width());
   float* states = shared.floats(pieces.size() * static_cast<size_t>(floats));
   const auto rows_of = [&](size_t tile) { return tiles[tile].num_tokens * a.group(); };
   parallel_for(static_cast<int64_t>(pieces.size()), 1, [&](int64_t index) {
     thread_local Scratch scratch;
     const Piece& piece = pieces[static_cast<size_t>(index)];
-    float* memory = scratch.floats(static_cast<size_t>(TileRun::scratch_floats(a)));
-    TileRun run(a, tiles[piece.tile], memory);
+    float* memory = scratch.floats(static_cast<size_t>(tile_floats(a)));
+    TileRun<T> run(a, tiles[piece.tile], memory);
     run.run(piece.partition, state_at(states + index * floats, rows_of(piece.tile)));
   });
   parallel_for(static_cast<int64_t>(tiles.size()), 1, [&](int64_t index) {
@@ -353,6 +359,21 @@ void run_split(const Attention& a, const std::vector<Tile>& tiles) {
             rows_of(tile), a.width());
     write_out(a, tiles[tile], total);
   });
+}
+
+template <typename T>
+void attend_over(const Attention& a) {
+  int64_t work = 0;
+  const std::vector<Tile> tiles = make_tiles(a, work);
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  const auto is_long = [&](const Tile& tile) { return num_partitions(a, tile) > 1; };
+  if (work >= kMinWork && num_threads() > 1 && count < 4 * num_threads() &&
+      std::any_of(tiles.begin(), tiles.end(), is_long)) {
+    run_split<T>(a, tiles);
+    return;
+  }
+  parallel_for(count, work < kMinWork ? count + 1 : 1,
+               [&](int64_t index) { run_tile<T>(a, tiles[static_cast<size_t>(index)]); });
 }
 
 }  // namespace
@@ -374,31 +395,25 @@ bool has_valid_indices(const Attention& a) {
 }
 
 void attend(const Attention& a) {
-  int64_t work = 0;
-  const std::vector<Tile> tiles = make_tiles(a, work);
-  const int64_t count = static_cast<int64_t>(tiles.size());
-  const auto is_long = [&](const Tile& tile) { return num_partitions(a, tile) > 1; };
-  if (work >= kMinWork && num_threads() > 1 && count < 4 * num_threads() &&
-      std::any_of(tiles.begin(), tiles.end(), is_long)) {
-    run_split(a, tiles);
-    return;
-  }
-  parallel_for(count, work < kMinWork ? count + 1 : 1,
-               [&](int64_t index) { run_tile(a, tiles[static_cast<size_t>(index)]); });
+  if (a.cache.is_half)
+    attend_over<uint16_t>(a);
+  else
+    attend_over<float>(a);
 }
 
 }  // namespace vllm
 
 VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
                                         const float* value, int64_t value_stride,
-                                        float* kv_cache, const int64_t* slot_mapping,
-                                        int64_t num_tokens, int64_t num_blocks,
-                                        int64_t num_kv_heads, int64_t block_size,
-                                        int64_t head_size) {
+                                        void* kv_cache, int64_t is_half,
+                                        const int64_t* slot_mapping, int64_t num_tokens,
+                                        int64_t num_blocks, int64_t num_kv_heads,
+                                        int64_t block_size, int64_t head_size) {
   using namespace vllm;
   for (int64_t token = 0; token < num_tokens; ++token)
     if (slot_mapping[token] >= num_blocks * block_size) return 1;
-  const KVCache cache{kv_cache, num_blocks, num_kv_heads, block_size, head_size};
+  const KVCache cache{kv_cache,     is_half != 0, num_blocks,
+                      num_kv_heads, block_size,   head_size};
   const int64_t work = 8 * num_kv_heads * head_size;
   parallel_for(num_tokens, grain_for(work, 65536), [&](int64_t token) {
     cache.write(slot_mapping[token], key + token * key_stride,
@@ -408,7 +423,8 @@ VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
 }
 
 VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
-                                      float* kv_cache, const int32_t* block_table,
+                                      void* kv_cache, int64_t is_half,
+                                      const int32_t* block_table,
                                       int64_t block_table_stride,
                                       const int32_t* query_start_loc,
                                       const int32_t* seq_lens, float* out,
@@ -421,7 +437,8 @@ VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
   using namespace vllm;
   const Attention a{query,
                     query_stride,
-                    {kv_cache, num_blocks, num_kv_heads, block_size, head_size},
+                    {kv_cache, is_half != 0, num_blocks, num_kv_heads, block_size,
+                     head_size},
                     block_table,
                     block_table_stride,
                     max_blocks,
