@@ -104,8 +104,22 @@ def change_dtype(config: VllmConfig) -> VllmConfig:
     return replace(config, model_config=replace(config.model_config, dtype="bfloat16"))
 
 
+def change_cache_dtype(config: VllmConfig) -> VllmConfig:
+    return replace(
+        config, cache_config=replace(config.cache_config, cache_dtype="float16")
+    )
+
+
 @pytest.mark.parametrize(
-    "change", [change_model, change_drafter, change_drafts, change_rows, change_dtype]
+    "change",
+    [
+        change_model,
+        change_drafter,
+        change_drafts,
+        change_rows,
+        change_dtype,
+        change_cache_dtype,
+    ],
 )
 def test_another_set_up_is_measured_anew(config, change):
     CostCache(config, CPU).save(PROFILE)
