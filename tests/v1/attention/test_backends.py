@@ -275,6 +275,28 @@ def test_cpu_attention_has_the_same_bits_in_any_batch(cache_dtype):
     assert torch.equal(actual[6:8], expected)
 
 
+@pytest.mark.skipif(not has_cpu_ops(), reason="operators not built")
+@each_cache
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_cpu_attention_has_the_same_bits_among_many(cache_dtype, is_causal):
+    # So many that heads share tiles: decodes, drafts, chunks, long and short ones.
+    num_reqs = 4 * torch.get_num_threads() + 1
+    query_lens = [(1, 4, 9, 1, 13)[i % 5] for i in range(num_reqs)]
+    seq_lens = [(1, 290, 40, 70, 13)[i % 5] for i in range(num_reqs)]
+    many = make_batch(query_lens, seq_lens, num_heads=10, num_kv_heads=5, head_size=24)
+    together = run(CPUAttentionBackend, many, is_causal, cache_dtype=cache_dtype)
+    for batch_idx, actual in enumerate(together.split(query_lens)):
+        alone = replace(
+            many,
+            query=many.query.split(query_lens)[batch_idx],
+            keys=[many.keys[batch_idx]],
+            values=[many.values[batch_idx]],
+            query_lens=[query_lens[batch_idx]],
+        )
+        expected = run(CPUAttentionBackend, alone, is_causal, cache_dtype=cache_dtype)
+        assert torch.equal(actual, expected)
+
+
 def test_selector_takes_the_operators_for_float32_only():
     cpu = torch.device("cpu")
     float32 = CPUAttentionBackend if has_cpu_ops() else TorchSDPABackend
