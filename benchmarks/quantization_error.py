@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/quantization_error.py
 
-A model's own float32 weights are the reference: of a GGUF file, its dequantised ones.
+A model's own float32 weights are the reference, with a KV cache in float32: of a GGUF
+file, its dequantised ones.
 All predictions are of the text's own tokens before them, in windows.
 
 With `--llama-perplexity`, llama.cpp's program of this name, its figures stand beside
@@ -21,6 +22,7 @@ import torch
 from llama_perplexity import MAX_BELOW, run_llama_perplexity
 
 from vllm.config import VllmConfig
+from vllm.config.cache import CACHE_DTYPES
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.model_loader import load_model
@@ -28,6 +30,7 @@ from vllm.model_executor.models.interfaces import CausalLM
 from vllm.transformers_utils.tokenizer import Tokenizer
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.worker.gpu.attn_utils import choose_kv_cache_dtype
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEXTS = (REPOSITORY / "benchmarks/chat_prompts.jsonl", REPOSITORY / "LICENSE")
@@ -80,14 +83,17 @@ class Error:
         )
 
 
-def compute_logits(model: CausalLM, token_ids: torch.Tensor) -> torch.Tensor:
+def compute_logits(
+    model: CausalLM, token_ids: torch.Tensor, cache_dtype: str
+) -> torch.Tensor:
     """Return [n, vocab_size] of one sequence [n]."""
-    specs = model.get_kv_cache_specs(BLOCK_SIZE)
+    dtype = choose_kv_cache_dtype(cache_dtype, torch.float32, CPU, model.is_quantized)
+    specs = model.get_kv_cache_specs(BLOCK_SIZE, dtype)
     spec = next(iter(specs.values()))
     num_tokens = len(token_ids)
     # Block 0 is the null block.
     num_blocks = -(-num_tokens // BLOCK_SIZE) + 1
-    shape = get_attn_backend(CPU, spec.dtype).get_kv_cache_shape(
+    shape = get_attn_backend(CPU, torch.float32).get_kv_cache_shape(
         num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_size
     )
     kv_caches = {name: torch.zeros(shape, dtype=spec.dtype) for name in specs}
@@ -141,10 +147,12 @@ class Scope:
     first: int = 0
     max_below: float = math.inf
 
-    def predict(self, model: CausalLM) -> Iterator[torch.Tensor]:
+    def predict(
+        self, model: CausalLM, cache_dtype: str = "auto"
+    ) -> Iterator[torch.Tensor]:
         """Yield the logits of each window."""
         for window in self.windows:
-            yield compute_logits(model, window)[self.first : -1]
+            yield compute_logits(model, window, cache_dtype)[self.first : -1]
 
     def predict_llama_cpp(
         self, program: str, model: str, text: str
@@ -187,6 +195,7 @@ def main() -> None:
     parser.add_argument("--model", help="the embedded one by default")
     parser.add_argument("--text", type=Path, nargs="+", default=list(TEXTS))
     parser.add_argument("--quantization", nargs="+", default=["gguf", "int8"])
+    parser.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, default="auto")
     parser.add_argument("--llama-perplexity", help="llama.cpp's program: beside it")
     args = parser.parse_args()
     config = EngineArgs(
@@ -204,7 +213,7 @@ def main() -> None:
     for quantization in args.quantization:
         model = load(config, quantization)
         for name, scope in scopes.items():
-            error = scope.compare(scope.predict(model), reference)
+            error = scope.compare(scope.predict(model, args.kv_cache_dtype), reference)
             print(f"{quantization}, {name}, {error}", flush=True)
     if args.llama_perplexity:
         program = args.llama_perplexity, config.model_config.model

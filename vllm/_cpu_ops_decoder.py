@@ -125,7 +125,7 @@ class FusedLayers:
         Args:
             stream: [T, hidden_size] float32, the residual stream, changed in place.
             positions: [T] int64.
-            kv_caches: of all layers, of one `cpu_kv_cache_shape`.
+            kv_caches: of all layers, of one `cpu_kv_cache_shape` and dtype.
             slot_mapping: as `reshape_and_cache` takes it.
             block_table: as `paged_attention` takes it, as the following ones.
             query_start_loc: [num_reqs + 1] int32.
@@ -162,6 +162,7 @@ class FusedLayers:
             num_blocks,
             block_size,
             is_causal,
+            kv_caches[0].dtype is torch.float16,
             _address(taps, (len(tap_layer_ids), num_tokens, self._hidden_size)),
             (c_int64 * len(tap_layer_ids))(*tap_layer_ids),
             len(tap_layer_ids),
@@ -190,8 +191,10 @@ class FusedLayers:
         expected = (2, num_blocks, shape.num_kv_heads, block_size, width)
         if len(kv_caches) != len(self._weights) or block_size % 16:
             raise ValueError("each layer needs a cache of whole blocks of 16 tokens")
+        is_half = kv_caches[0].dtype is torch.float16
+        dtype = torch.float16 if is_half else torch.float32
         for index, cache in enumerate(kv_caches):
-            self._cache_addresses[index] = _address(cache, expected)
+            self._cache_addresses[index] = _address(cache, expected, dtype)
         self._kv_caches = list(kv_caches)
 
     def _describe(self, layer: DecoderLayerWeights) -> "_Layer":
@@ -323,6 +326,7 @@ class _Step(Structure):
         ("num_blocks", c_int64),
         ("block_size", c_int64),
         ("is_causal", c_int64),
+        ("is_half", c_int64),
         ("taps", c_void_p),
         ("tap_layer_ids", POINTER(c_int64)),
         ("num_taps", c_int64),

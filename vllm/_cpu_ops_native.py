@@ -41,7 +41,7 @@ _SHORT = {
     "vllm_rms_norm": "piipfpiiiii:",
     "vllm_silu_and_mul": "pipii:",
     "vllm_rotary_embedding": "ppiipiipiiii:i",
-    "vllm_reshape_and_cache": "pipippiiiii:i",
+    "vllm_reshape_and_cache": "pipipipiiiii:i",
     "vllm_context_slots": "piippppiiiip:i",
     "vllm_lay_out_blocks": "ppiiipiiipppp:i",
     "vllm_gather_inputs": "piippippipippp:i",
@@ -64,7 +64,7 @@ _LONG = {
     "vllm_quantized_select": "piiipip:i",
     "vllm_quantized_linear": "pipippiii:",
     "vllm_likeliest_walk": "ppipippiiiipp:i",
-    "vllm_paged_attention": "pippipppiiiiiiiiifi:i",
+    "vllm_paged_attention": "pipipipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
     "vllm_philox_uniform": "piip:",
     "vllm_greedy_argmax": "piiip:",
@@ -310,13 +310,14 @@ class NativeOps(QuantizedOps, StepOps):
                 f"{num_kv_heads}"
             )
         check_vector(slot_mapping, num_tokens, torch.int64)
-        check_vector(kv_cache, 2)
+        is_half = _is_half_cache(kv_cache)
         failed = self._c.reshape_and_cache(
             key.data_ptr(),
             key_stride,
             value.data_ptr(),
             value_stride,
             kv_cache.data_ptr(),
+            is_half,
             slot_mapping.data_ptr(),
             num_tokens,
             num_blocks,
@@ -345,7 +346,7 @@ class NativeOps(QuantizedOps, StepOps):
             raise ValueError("out must have the query's shape, each request its blocks")
         _heads(query, num_tokens, head_size)
         _heads(out, num_tokens, head_size)
-        check_vector(kv_cache, 2)
+        is_half = _is_half_cache(kv_cache)
         check_rows(block_table, torch.int32)
         check_vector(query_start_loc, num_reqs + 1, torch.int32)
         check_vector(seq_lens, num_reqs, torch.int32)
@@ -353,6 +354,7 @@ class NativeOps(QuantizedOps, StepOps):
             query.data_ptr(),
             query.stride()[0],
             kv_cache.data_ptr(),
+            is_half,
             block_table.data_ptr(),
             block_table.stride()[0],
             query_start_loc.data_ptr(),
@@ -488,6 +490,12 @@ def _heads(x: torch.Tensor, num_tokens: int, head_dim: int) -> tuple[int, int]:
             f"shape {tuple(shape)} for {num_tokens} tokens and heads of {head_dim}"
         )
     return width // head_dim, strides[0]
+
+
+def _is_half_cache(kv_cache: torch.Tensor) -> bool:
+    is_half = kv_cache.dtype is torch.float16
+    check_vector(kv_cache, 2, torch.float16 if is_half else torch.float32)
+    return is_half
 
 
 def _cached_head_size(key: torch.Tensor, width: int) -> int:

@@ -196,8 +196,23 @@ def reshape_and_cache(
     is_stored = slot_mapping >= 0
     slots = slot_mapping[is_stored]
     block_ids, offsets = slots // block_size, slots % block_size
-    keys[block_ids, :, offsets, :head_size] = key[is_stored]
-    values[block_ids, :, offsets, :head_size] = value[is_stored]
+    stored_keys = cast_to_cache(key[is_stored], kv_cache.dtype)
+    stored_values = cast_to_cache(value[is_stored], kv_cache.dtype)
+    keys[block_ids, :, offsets, :head_size] = stored_keys
+    values[block_ids, :, offsets, :head_size] = stored_values
+
+
+def cast_to_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x in the dtype of a cache.
+
+    What is beyond the dtype's largest finite number becomes that, not infinite; NaN
+    stays NaN.
+    """
+    limit = torch.finfo(dtype).max
+    if limit >= torch.finfo(x.dtype).max:
+        return x.to(dtype)
+    # In float32: bfloat16 has no number that is float16's largest.
+    return x.float().clamp(-limit, limit).to(dtype)
 
 
 def paged_attention(

@@ -288,6 +288,9 @@ def cpu_kv_cache_shape(
 ) -> tuple[int, int, int, int, int]:
     """Return the shape of one layer's cache for the two functions below.
 
+    Its dtype is float32 or float16. Keys and values are in float32 all the same where
+    they are multiplied, and so are their sums.
+
     In [0] a block holds its keys transposed, [width, block_size] in the memory of
     [block_size, width]; in [1] its values, [block_size, width]. The width is the head
     size rounded up to 16.
@@ -306,13 +309,14 @@ def reshape_and_cache(
     Args:
         key: [T, num_kv_heads, head_size], tokens may be strided.
         value: as key.
-        kv_cache: of `cpu_kv_cache_shape`, changed in place.
+        kv_cache: of `cpu_kv_cache_shape`, changed in place. Of float16, it takes what
+            is beyond its largest finite number as that; NaN stays NaN.
         slot_mapping: [T] int64, block id * block size + offset; -1 writes nothing.
 
     Raises:
         IndexError: a slot is outside the cache.
     """
-    _pick(kv_cache).reshape_and_cache(key, value, kv_cache, slot_mapping)
+    _pick(key).reshape_and_cache(key, value, kv_cache, slot_mapping)
 
 
 def paged_attention(

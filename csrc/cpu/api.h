@@ -72,12 +72,13 @@ VLLM_API int64_t vllm_rotary_embedding(const int64_t* positions, float* q, int64
 
 VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
                                         const float* value, int64_t value_stride,
-                                        float* kv_cache, const int64_t* slot_mapping,
-                                        int64_t num_tokens, int64_t num_blocks,
-                                        int64_t num_kv_heads, int64_t block_size,
-                                        int64_t head_size);
+                                        void* kv_cache, int64_t is_half,
+                                        const int64_t* slot_mapping, int64_t num_tokens,
+                                        int64_t num_blocks, int64_t num_kv_heads,
+                                        int64_t block_size, int64_t head_size);
 VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
-                                      float* kv_cache, const int32_t* block_table,
+                                      void* kv_cache, int64_t is_half,
+                                      const int32_t* block_table,
                                       int64_t block_table_stride,
                                       const int32_t* query_start_loc,
                                       const int32_t* seq_lens, float* out,
@@ -125,6 +126,7 @@ struct VllmStep {
   const int32_t* seq_lens;         // [num_reqs]
   int64_t num_tokens, num_reqs, num_blocks, block_size;
   int64_t is_causal;
+  int64_t is_half;  // the caches' elements, in place of floats
   // Where the stream is copied to, [num_taps][num_tokens][hidden_size], as it enters the
   // layers of these ids; the number of layers is its end.
   float* taps;
@@ -137,7 +139,7 @@ struct VllmStep {
 // has written nothing.
 VLLM_API int64_t vllm_decoder_layers(const VllmDecoderLayer* layers, int64_t num_layers,
                                      const VllmStep* step, float* stream,
-                                     int64_t stream_stride, float* const* kv_caches);
+                                     int64_t stream_stride, void* const* kv_caches);
 
 // The integers of a step; the parameters are the Python functions'.
 VLLM_API int64_t vllm_gather_inputs(

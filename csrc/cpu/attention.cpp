@@ -19,14 +19,21 @@ namespace {
 constexpr int kStepGroups = 4;
 constexpr int kStep = kStepGroups * kLanes;
 constexpr int64_t kPartition = 256;
-// Query rows that share every key block they load.
+// Query rows of a tile, which share every key block they load where their head is one.
 constexpr int64_t kTileRows = 48;
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kMinWork = 65536;
 
-// Neighbouring query tokens of one request, with the heads of one key/value head.
+// Rows of the largest tile: a whole group of heads always fits.
+int64_t max_tile_rows(const Attention& a) {
+  return a.group() > kTileRows ? a.group() : kTileRows;
+}
+
+// Neighbouring query tokens of one request, with the heads of some key/value heads. What
+// those have in a block lies side by side, and long reads are faster than short ones.
 struct Tile {
-  int64_t req, kv_head;
+  int64_t req;
+  int64_t first_head, num_heads;    // of keys and values
   int64_t first_token, num_tokens;  // rows of the query
   int64_t first_position;           // absolute position of first_token
 };
@@ -44,6 +51,13 @@ State state_at(float* memory, int64_t rows) {
   return {memory, memory + rows, memory + 2 * rows};
 }
 
+int64_t num_rows(const Attention& a, const Tile& tile) {
+  return tile.num_heads * tile.num_tokens * a.group();
+}
+
+// Rows count the tokens and heads of one key/value head, and stand key/value head after
+// key/value head. T is the type of the cache's elements.
+template <typename T>
 class TileRun {
  public:
   TileRun(const Attention& a, const Tile& tile, float* memory)
@@ -51,17 +65,9 @@ class TileRun {
         tile_(tile),
         rows_(tile.num_tokens * a.group()),
         queries_(memory),
-        weights_(queries_ + kTileRowsCap(a) * a.width()),
-        alphas_(weights_ + kTileRowsCap(a) * kStep) {
+        weights_(queries_ + max_tile_rows(a) * a.width()),
+        alphas_(weights_ + max_tile_rows(a) * kStep) {
     pack_queries();
-  }
-
-  // Rows of the largest tile: a whole group of heads always fits.
-  static int64_t kTileRowsCap(const Attention& a) {
-    return a.group() > kTileRows ? a.group() : kTileRows;
-  }
-  static int64_t scratch_floats(const Attention& a) {
-    return kTileRowsCap(a) * (a.width() + kStep + 1);
   }
 
   // Attends to the keys of one partition; false if no row of the tile sees any.
@@ -71,11 +77,12 @@ class TileRun {
     if (end > num_keys(rows_ - 1)) end = num_keys(rows_ - 1);
     if (begin >= end) return false;
     const float lowest = -std::numeric_limits<float>::infinity();
-    for (int64_t row = 0; row < rows_; ++row) {
+    const int64_t all_rows = num_rows(a_, tile_);
+    for (int64_t row = 0; row < all_rows; ++row) {
       state.max[row] = lowest;
       state.sum[row] = 0.0f;
     }
-    std::memset(state.acc, 0, static_cast<size_t>(rows_ * a_.width()) * sizeof(float));
+    std::memset(state.acc, 0, static_cast<size_t>(all_rows * a_.width()) * sizeof(float));
     for (int64_t start = begin; start < end; start += kStep)
       run_step(start, end - start < kStep ? end - start : kStep, state);
     return true;
@@ -93,24 +100,29 @@ class TileRun {
     return keys < 0 ? 0 : (keys < size ? keys : size);
   }
 
-  const float* block(const float* base, int64_t position) const {
+  const T* block(const T* base, int64_t head, int64_t position) const {
     const int64_t id = a_.block_table[tile_.req * a_.block_table_stride +
                                       position / a_.cache.block_size];
-    return base + (id * a_.cache.num_kv_heads + tile_.kv_head) * a_.cache.block_floats();
+    const int64_t index = id * a_.cache.num_kv_heads + tile_.first_head + head;
+    return base + index * a_.cache.block_elements();
   }
 
   // Rows in register tiles of kMaxRows, each [width][rows], scaled.
   void pack_queries() {
-    const int64_t width = a_.width();
-    for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t tile_start = row / kMaxRows * kMaxRows;
-      const int64_t tile_rows = rows_ - tile_start < kMaxRows ? rows_ - tile_start : kMaxRows;
-      const int64_t token = tile_.first_token + row / a_.group();
-      const int64_t head = tile_.kv_head * a_.group() + row % a_.group();
-      const float* source = a_.query + token * a_.query_stride + head * a_.cache.head_size;
-      float* target = queries_ + tile_start * width + (row - tile_start);
-      for (int64_t d = 0; d < a_.cache.head_size; ++d) target[d * tile_rows] = source[d] * a_.scale;
-    }
+    for (int64_t head = 0; head < tile_.num_heads; ++head)
+      for (int64_t row = 0; row < rows_; ++row) pack_query(head, row);
+  }
+
+  void pack_query(int64_t head, int64_t row) {
+    const int64_t tile_start = row / kMaxRows * kMaxRows;
+    const int64_t tile_rows = rows_ - tile_start < kMaxRows ? rows_ - tile_start : kMaxRows;
+    const int64_t token = tile_.first_token + row / a_.group();
+    const int64_t query_head = (tile_.first_head + head) * a_.group() + row % a_.group();
+    const float* source =
+        a_.query + token * a_.query_stride + query_head * a_.cache.head_size;
+    float* target = queries_ + (head * rows_ + tile_start) * a_.width() + row - tile_start;
+    for (int64_t d = 0; d < a_.cache.head_size; ++d)
+      target[d * tile_rows] = source[d] * a_.scale;
   }
 
   void run_step(int64_t start, int64_t size, State state) {
@@ -119,40 +131,44 @@ class TileRun {
       if (keys_in_step(row + count - 1, start, size) == 0) continue;
       with_rows<kMaxRows>(static_cast<int>(count), [&]<int ROWS>() {
         score<ROWS>(row, start, size);
-        for (int64_t i = row; i < row + ROWS; ++i)
-          weigh(i, keys_in_step(i, start, size), state);
+        for (int64_t head = 0; head < tile_.num_heads; ++head)
+          for (int64_t i = row; i < row + ROWS; ++i)
+            weigh(head * rows_ + i, keys_in_step(i, start, size), state);
         add_values<ROWS>(row, start, size, state);
       });
     }
   }
 
-  // weights[row][0..size) = scaled query . key.
+  // weights[head][row][0..size) = scaled query . key.
   template <int ROWS>
   void score(int64_t row, int64_t start, int64_t size) {
     const int64_t groups = (size + kLanes - 1) / kLanes;
     for (int64_t g = 0; g < groups; g += kGroups<ROWS>) {
-      if (kGroups<ROWS> == 2 && g + 1 < groups)
-        score_groups<ROWS, kGroups<ROWS>>(row, start, g);
-      else
-        score_groups<ROWS, 1>(row, start, g);
+      for (int64_t head = 0; head < tile_.num_heads; ++head) {
+        if (kGroups<ROWS> == 2 && g + 1 < groups)
+          score_groups<ROWS, kGroups<ROWS>>(head, row, start, g);
+        else
+          score_groups<ROWS, 1>(head, row, start, g);
+      }
     }
   }
 
   template <int ROWS, int GROUPS>
-  void score_groups(int64_t row, int64_t start, int64_t g) {
-    const float* keys[GROUPS];
+  void score_groups(int64_t head, int64_t row, int64_t start, int64_t g) {
+    const T* keys[GROUPS];
     for (int i = 0; i < GROUPS; ++i) {
       const int64_t position = start + (g + i) * kLanes;
-      keys[i] = block(a_.cache.keys, position) + position % a_.cache.block_size;
+      keys[i] = block(a_.cache.keys<T>(), head, position) + position % a_.cache.block_size;
     }
     Vec acc[ROWS][GROUPS];
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j) acc[i][j] = broadcast(0.0f);
-    accumulate<ROWS, GROUPS, 1, ROWS>(acc, queries_ + row * a_.width(), keys,
+    const int64_t first = head * rows_ + row;
+    accumulate<ROWS, GROUPS, 1, ROWS>(acc, queries_ + first * a_.width(), keys,
                                       a_.cache.block_size, a_.cache.head_size);
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j)
-        store(weights_ + (row + i) * kStep + (g + j) * kLanes, acc[i][j]);
+        store(weights_ + (first + i) * kStep + (g + j) * kLanes, acc[i][j]);
   }
 
   // Turns a row's scores into weights and moves its maximum and sum on.
@@ -193,55 +209,74 @@ class TileRun {
   template <int ROWS>
   void add_values(int64_t row, int64_t start, int64_t size, State state) {
     const int64_t common = keys_in_step(row, start, size);
-    const int64_t width = a_.width();
-    for (int64_t column = 0; column < width; column += kGroups<ROWS> * kLanes) {
-      if (kGroups<ROWS> == 2 && column + kLanes < width)
-        add_columns<ROWS, kGroups<ROWS>>(row, start, 0, common, column, true, state);
-      else
-        add_columns<ROWS, 1>(row, start, 0, common, column, true, state);
-    }
+    int64_t key = 0;
+    do {
+      const int64_t end = block_end(start, key, common);
+      for (int64_t head = 0; head < tile_.num_heads; ++head)
+        add_block<ROWS>(head, row, start, key, end, key == 0, state);
+      key = end;
+    } while (key < common);
     for (int64_t i = row; i < row + ROWS; ++i) {
       const int64_t valid = keys_in_step(i, start, size);
-      if (valid == common) continue;
-      for (int64_t column = 0; column < width; column += kLanes)
-        add_columns<1, 1>(i, start, common, valid, column, false, state);
+      for (key = common; key < valid; key = block_end(start, key, valid))
+        for (int64_t head = 0; head < tile_.num_heads; ++head)
+          add_block<1>(head, i, start, key, block_end(start, key, valid), false, state);
+    }
+  }
+
+  // The first key of a step that is in another block than this one, or past the last.
+  int64_t block_end(int64_t start, int64_t key, int64_t last) const {
+    const int64_t end = key + a_.cache.block_size - (start + key) % a_.cache.block_size;
+    return end < last ? end : last;
+  }
+
+  template <int ROWS>
+  void add_block(int64_t head, int64_t row, int64_t start, int64_t from, int64_t to,
+                 bool rescale, State state) {
+    for (int64_t column = 0; column < a_.width(); column += kGroups<ROWS> * kLanes) {
+      if (kGroups<ROWS> == 2 && column + kLanes < a_.width())
+        add_columns<ROWS, kGroups<ROWS>>(head, row, start, from, to, column, rescale, state);
+      else
+        add_columns<ROWS, 1>(head, row, start, from, to, column, rescale, state);
     }
   }
 
   template <int ROWS, int GROUPS>
-  void add_columns(int64_t row, int64_t start, int64_t from, int64_t to, int64_t column,
-                   bool rescale, State state) {
+  void add_columns(int64_t head, int64_t row, int64_t start, int64_t from, int64_t to,
+                   int64_t column, bool rescale, State state) {
     const int64_t width = a_.width();
+    const int64_t first = head * rows_ + row;
+    float* sums = state.acc + first * width + column;
     Vec acc[ROWS][GROUPS];
     for (int i = 0; i < ROWS; ++i) {
-      const Vec alpha = broadcast(rescale ? alphas_[row + i] : 1.0f);
-      for (int j = 0; j < GROUPS; ++j)
-        acc[i][j] = load(state.acc + (row + i) * width + column + j * kLanes) * alpha;
+      const Vec alpha = broadcast(rescale ? alphas_[first + i] : 1.0f);
+      for (int j = 0; j < GROUPS; ++j) acc[i][j] = load(sums + i * width + j * kLanes) * alpha;
     }
-    for (int64_t key = from; key < to;) {
-      const int64_t position = start + key;
-      const int64_t offset = position % a_.cache.block_size;
-      const int64_t left = a_.cache.block_size - offset;
-      const int64_t count = to - key < left ? to - key : left;
-      const float* values[GROUPS];
+    if (from < to) {
+      const int64_t position = start + from;
+      const T* values[GROUPS];
       for (int j = 0; j < GROUPS; ++j)
-        values[j] = block(a_.cache.values(), position) + offset * width + column + j * kLanes;
-      accumulate<ROWS, GROUPS, kStep, 1>(acc, weights_ + row * kStep + key, values, width,
-                                         count);
-      key += count;
+        values[j] = block(a_.cache.values<T>(), head, position) +
+                    position % a_.cache.block_size * width + column + j * kLanes;
+      accumulate<ROWS, GROUPS, kStep, 1>(acc, weights_ + first * kStep + from, values, width,
+                                         to - from);
     }
     for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < GROUPS; ++j)
-        store(state.acc + (row + i) * width + column + j * kLanes, acc[i][j]);
+      for (int j = 0; j < GROUPS; ++j) store(sums + i * width + j * kLanes, acc[i][j]);
   }
 
   const Attention& a_;
   const Tile tile_;
   const int64_t rows_;
   float* const queries_;
-  float* const weights_;  // [rows][kStep]
-  float* const alphas_;   // [rows]
+  float* const weights_;  // [heads][rows][kStep]
+  float* const alphas_;   // [heads][rows]
 };
+
+// Memory of a TileRun.
+int64_t tile_floats(const Attention& a) {
+  return max_tile_rows(a) * (a.width() + kStep + 1);
+}
 
 float exp_one(float x) {
   float lanes[kLanes];
@@ -267,10 +302,12 @@ void merge(State total, State part, int64_t rows, int64_t width) {
 }
 
 void write_out(const Attention& a, const Tile& tile, State state) {
-  const int64_t rows = tile.num_tokens * a.group();
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t token = tile.first_token + row / a.group();
-    const int64_t head = tile.kv_head * a.group() + row % a.group();
+  const int64_t rows_a_head = tile.num_tokens * a.group();
+  for (int64_t row = 0; row < num_rows(a, tile); ++row) {
+    const int64_t row_of_head = row % rows_a_head;
+    const int64_t token = tile.first_token + row_of_head / a.group();
+    const int64_t kv_head = tile.first_head + row / rows_a_head;
+    const int64_t head = kv_head * a.group() + row_of_head % a.group();
     float* out = a.out + token * a.out_stride + head * a.cache.head_size;
     const Vec sums = broadcast(state.sum[row]);
     for (int64_t column = 0; column < a.cache.head_size; column += kLanes) {
@@ -289,7 +326,8 @@ int64_t num_partitions(const Attention& a, const Tile& tile) {
 // The long ones first: prefills stand last in a batch, and late tiles see most keys.
 std::vector<Tile> make_tiles(const Attention& a, int64_t& work) {
   std::vector<Tile> tiles;
-  const int64_t cap = TileRun::kTileRowsCap(a) / a.group();
+  const int64_t cap = max_tile_rows(a) / a.group();
+  const bool has_enough = a.num_reqs >= 4 * num_threads();
   for (int64_t req = a.num_reqs - 1; req >= 0; --req) {
     const int64_t first = a.query_start_loc[req];
     const int64_t count = a.query_start_loc[req + 1] - first;
@@ -298,22 +336,26 @@ std::vector<Tile> make_tiles(const Attention& a, int64_t& work) {
     for (int64_t tile = (count + cap - 1) / cap - 1; tile >= 0; --tile) {
       const int64_t start = tile * cap;
       const int64_t tokens = count - start < cap ? count - start : cap;
-      for (int64_t head = 0; head < a.cache.num_kv_heads; ++head)
-        tiles.push_back({req, head, first + start, tokens, computed + start});
+      const int64_t heads = has_enough ? cap / tokens : 1;
+      for (int64_t head = 0; head < a.cache.num_kv_heads; head += heads) {
+        const int64_t left = a.cache.num_kv_heads - head;
+        tiles.push_back({req, head, left < heads ? left : heads, first + start, tokens,
+                         computed + start});
+      }
     }
   }
   return tiles;
 }
 
+template <typename T>
 void run_tile(const Attention& a, const Tile& tile) {
   thread_local Scratch scratch;
-  const int64_t rows = tile.num_tokens * a.group();
-  const int64_t floats = state_floats(TileRun::kTileRowsCap(a), a.width());
-  float* memory =
-      scratch.floats(static_cast<size_t>(TileRun::scratch_floats(a) + 2 * floats));
-  const State total = state_at(memory + TileRun::scratch_floats(a), rows);
-  const State part = state_at(memory + TileRun::scratch_floats(a) + floats, rows);
-  TileRun run(a, tile, memory);
+  const int64_t rows = num_rows(a, tile);
+  const int64_t floats = state_floats(max_tile_rows(a), a.width());
+  float* memory = scratch.floats(static_cast<size_t>(tile_floats(a) + 2 * floats));
+  const State total = state_at(memory + tile_floats(a), rows);
+  const State part = state_at(memory + tile_floats(a) + floats, rows);
+  TileRun<T> run(a, tile, memory);
   run.run(0, total);
   for (int64_t partition = 1; partition < num_partitions(a, tile); ++partition)
     if (run.run(partition, part)) merge(total, part, rows, a.width());
@@ -321,6 +363,7 @@ void run_tile(const Attention& a, const Tile& tile) {
 }
 
 // For fewer tiles than threads: partitions side by side, then merged as run_tile does.
+template <typename T>
 void run_split(const Attention& a, const std::vector<Tile>& tiles) {
   struct Piece {
     size_t tile;
@@ -334,14 +377,14 @@ void run_split(const Attention& a, const std::vector<Tile>& tiles) {
     for (int64_t partition = 0; partition < num_partitions(a, tiles[tile]); ++partition)
       pieces.push_back({tile, partition});
   }
-  const int64_t floats = state_floats(TileRun::kTileRowsCap(a), a.width());
+  const int64_t floats = state_floats(max_tile_rows(a), a.width());
   float* states = shared.floats(pieces.size() * static_cast<size_t>(floats));
-  const auto rows_of = [&](size_t tile) { return tiles[tile].num_tokens * a.group(); };
+  const auto rows_of = [&](size_t tile) { return num_rows(a, tiles[tile]); };
   parallel_for(static_cast<int64_t>(pieces.size()), 1, [&](int64_t index) {
     thread_local Scratch scratch;
     const Piece& piece = pieces[static_cast<size_t>(index)];
-    float* memory = scratch.floats(static_cast<size_t>(TileRun::scratch_floats(a)));
-    TileRun run(a, tiles[piece.tile], memory);
+    float* memory = scratch.floats(static_cast<size_t>(tile_floats(a)));
+    TileRun<T> run(a, tiles[piece.tile], memory);
     run.run(piece.partition, state_at(states + index * floats, rows_of(piece.tile)));
   });
   parallel_for(static_cast<int64_t>(tiles.size()), 1, [&](int64_t index) {
@@ -353,6 +396,21 @@ void run_split(const Attention& a, const std::vector<Tile>& tiles) {
             rows_of(tile), a.width());
     write_out(a, tiles[tile], total);
   });
+}
+
+template <typename T>
+void attend_over(const Attention& a) {
+  int64_t work = 0;
+  const std::vector<Tile> tiles = make_tiles(a, work);
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  const auto is_long = [&](const Tile& tile) { return num_partitions(a, tile) > 1; };
+  if (work >= kMinWork && num_threads() > 1 && count < 4 * num_threads() &&
+      std::any_of(tiles.begin(), tiles.end(), is_long)) {
+    run_split<T>(a, tiles);
+    return;
+  }
+  parallel_for(count, work < kMinWork ? count + 1 : 1,
+               [&](int64_t index) { run_tile<T>(a, tiles[static_cast<size_t>(index)]); });
 }
 
 }  // namespace
@@ -374,31 +432,25 @@ bool has_valid_indices(const Attention& a) {
 }
 
 void attend(const Attention& a) {
-  int64_t work = 0;
-  const std::vector<Tile> tiles = make_tiles(a, work);
-  const int64_t count = static_cast<int64_t>(tiles.size());
-  const auto is_long = [&](const Tile& tile) { return num_partitions(a, tile) > 1; };
-  if (work >= kMinWork && num_threads() > 1 && count < 4 * num_threads() &&
-      std::any_of(tiles.begin(), tiles.end(), is_long)) {
-    run_split(a, tiles);
-    return;
-  }
-  parallel_for(count, work < kMinWork ? count + 1 : 1,
-               [&](int64_t index) { run_tile(a, tiles[static_cast<size_t>(index)]); });
+  if (a.cache.is_half)
+    attend_over<uint16_t>(a);
+  else
+    attend_over<float>(a);
 }
 
 }  // namespace vllm
 
 VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
                                         const float* value, int64_t value_stride,
-                                        float* kv_cache, const int64_t* slot_mapping,
-                                        int64_t num_tokens, int64_t num_blocks,
-                                        int64_t num_kv_heads, int64_t block_size,
-                                        int64_t head_size) {
+                                        void* kv_cache, int64_t is_half,
+                                        const int64_t* slot_mapping, int64_t num_tokens,
+                                        int64_t num_blocks, int64_t num_kv_heads,
+                                        int64_t block_size, int64_t head_size) {
   using namespace vllm;
   for (int64_t token = 0; token < num_tokens; ++token)
     if (slot_mapping[token] >= num_blocks * block_size) return 1;
-  const KVCache cache{kv_cache, num_blocks, num_kv_heads, block_size, head_size};
+  const KVCache cache{kv_cache,     is_half != 0, num_blocks,
+                      num_kv_heads, block_size,   head_size};
   const int64_t work = 8 * num_kv_heads * head_size;
   parallel_for(num_tokens, grain_for(work, 65536), [&](int64_t token) {
     cache.write(slot_mapping[token], key + token * key_stride,
@@ -408,7 +460,8 @@ VLLM_API int64_t vllm_reshape_and_cache(const float* key, int64_t key_stride,
 }
 
 VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
-                                      float* kv_cache, const int32_t* block_table,
+                                      void* kv_cache, int64_t is_half,
+                                      const int32_t* block_table,
                                       int64_t block_table_stride,
                                       const int32_t* query_start_loc,
                                       const int32_t* seq_lens, float* out,
@@ -421,7 +474,8 @@ VLLM_API int64_t vllm_paged_attention(const float* query, int64_t query_stride,
   using namespace vllm;
   const Attention a{query,
                     query_stride,
-                    {kv_cache, num_blocks, num_kv_heads, block_size, head_size},
+                    {kv_cache, is_half != 0, num_blocks, num_kv_heads, block_size,
+                     head_size},
                     block_table,
                     block_table_stride,
                     max_blocks,

@@ -2,7 +2,8 @@
 //
 // The cache: keys [num_blocks][num_kv_heads][width][block_size], transposed so that
 // sixteen keys are one vector, then values [num_blocks][num_kv_heads][block_size][width];
-// width is the head size rounded up to 16, block_size a multiple of 16.
+// width is the head size rounded up to 16, block_size a multiple of 16. The elements are
+// floats or halves.
 #pragma once
 
 #include "vec.h"
@@ -10,25 +11,54 @@
 namespace vllm {
 
 struct KVCache {
-  float* keys;
+  void* data;
+  bool is_half;
   int64_t num_blocks, num_kv_heads, block_size, head_size;
 
   int64_t width() const { return (head_size + kLanes - 1) / kLanes * kLanes; }
-  int64_t block_floats() const { return width() * block_size; }
-  float* values() const { return keys + num_blocks * num_kv_heads * block_floats(); }
+  // Elements of one head's keys, or of its values, in a block.
+  int64_t block_elements() const { return width() * block_size; }
+  template <typename T>
+  T* keys() const {
+    return static_cast<T*>(data);
+  }
+  template <typename T>
+  T* values() const {
+    return keys<T>() + num_blocks * num_kv_heads * block_elements();
+  }
 
   // Stores a token's heads, [num_kv_heads][head_size] each; a slot below 0 is none.
   void write(int64_t slot, const float* key, const float* value) const {
     if (slot < 0) return;
-    const int64_t offset = slot % block_size;
     for (int64_t head = 0; head < num_kv_heads; ++head) {
-      const int64_t block = (slot / block_size * num_kv_heads + head) * block_floats();
-      for (int64_t d = 0; d < head_size; ++d)
-        keys[block + d * block_size + offset] = key[head * head_size + d];
-      std::memcpy(values() + block + offset * width(), value + head * head_size,
-                  static_cast<size_t>(head_size) * sizeof(float));
+      const int64_t start = head * head_size;
+      if (is_half)
+        write_head<uint16_t>(slot, head, key + start, value + start);
+      else
+        write_head<float>(slot, head, key + start, value + start);
     }
   }
+
+ private:
+  template <typename T>
+  void write_head(int64_t slot, int64_t head, const float* key, const float* value) const {
+    const int64_t block = (slot / block_size * num_kv_heads + head) * block_elements();
+    const int64_t offset = slot % block_size;
+    T* key_column = keys<T>() + block + offset;
+    T* value_row = values<T>() + block + offset * width();
+    for (int64_t start = 0; start < head_size; start += kLanes) {
+      const int64_t left = head_size - start;
+      const int64_t count = left < kLanes ? left : kLanes;
+      T elements[kLanes];
+      store_elements(elements, load_at(key, start, head_size, 0.0f));
+      for (int64_t d = 0; d < count; ++d) key_column[(start + d) * block_size] = elements[d];
+      store_elements(elements, load_at(value, start, head_size, 0.0f));
+      std::memcpy(value_row + start, elements, static_cast<size_t>(count) * sizeof(T));
+    }
+  }
+
+  static void store_elements(float* p, Vec a) { store(p, a); }
+  static void store_elements(uint16_t* p, Vec a) { store_half_saturated(p, a); }
 };
 
 struct Attention {

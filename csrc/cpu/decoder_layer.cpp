@@ -20,13 +20,13 @@ constexpr int64_t kMinCopied = 65536;
 class DecoderLayer {
  public:
   DecoderLayer(const VllmDecoderLayer& layer, const VllmStep& step, float* stream,
-               int64_t stream_stride, float* kv_cache)
+               int64_t stream_stride, void* kv_cache)
       : layer_(layer),
         step_(step),
         stream_(stream),
         stream_stride_(stream_stride),
-        cache_{kv_cache, step.num_blocks, layer.num_kv_heads, step.block_size,
-               layer.head_size} {}
+        cache_{kv_cache,           step.is_half != 0, step.num_blocks,
+               layer.num_kv_heads, step.block_size,   layer.head_size} {}
 
   // `memory` has scratch_floats() of what is between.
   void run(float* memory) const {
@@ -138,7 +138,7 @@ int64_t find_invalid_index(const VllmDecoderLayer& layer, const VllmStep& step,
 
 VLLM_API int64_t vllm_decoder_layers(const VllmDecoderLayer* layers, int64_t num_layers,
                                      const VllmStep* step, float* stream,
-                                     int64_t stream_stride, float* const* kv_caches) {
+                                     int64_t stream_stride, void* const* kv_caches) {
   using namespace vllm;
   if (num_layers == 0 || step->num_tokens == 0) return 0;
   thread_local Scratch scratch;

@@ -20,21 +20,30 @@ constexpr int kGroups = ROWS <= 3 ? 2 : 1;
 
 // acc[i][g] += sum over k of a[i * ROW_STEP + k * K_STEP] * b[g][k * ldb + 0..15], one
 // fused multiply-add after the other in the order of k: the bits of a result depend on
-// its own row and column only.
-template <int ROWS, int GROUPS, int ROW_STEP, int K_STEP>
+// its own row and column only. T is float, or uint16_t for halves.
+template <int ROWS, int GROUPS, int ROW_STEP, int K_STEP, typename T>
 inline __attribute__((always_inline)) void accumulate(Vec (&acc)[ROWS][GROUPS],
                                                       const float* a,
-                                                      const float* const (&b)[GROUPS],
+                                                      const T* const (&b)[GROUPS],
                                                       int64_t ldb, int64_t size) {
   for (int64_t k = 0; k < size; ++k) {
-    Vec column[GROUPS];
-#pragma GCC unroll 4
-    for (int g = 0; g < GROUPS; ++g) column[g] = load(b[g] + k * ldb);
+    // Whichever needs fewer registers besides the sums.
+    if constexpr (ROWS <= 3) {
+      Vec values[ROWS];
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) {
-      const Vec value = broadcast(a[i * ROW_STEP + k * K_STEP]);
+      for (int i = 0; i < ROWS; ++i) values[i] = broadcast(a[i * ROW_STEP + k * K_STEP]);
 #pragma GCC unroll 4
-      for (int g = 0; g < GROUPS; ++g) acc[i][g] = fma(value, column[g], acc[i][g]);
+      for (int g = 0; g < GROUPS; ++g) add_column(acc, g, values, b[g] + k * ldb);
+    } else {
+      Vec column[GROUPS];
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g) column[g] = load_elements(b[g] + k * ldb);
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; ++i) {
+        const Vec value = broadcast(a[i * ROW_STEP + k * K_STEP]);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) acc[i][g] = fma(value, column[g], acc[i][g]);
+      }
     }
   }
 }

@@ -76,6 +76,11 @@ inline Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Vec load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// To nearest, ties to even.
+inline void store_half(uint16_t* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
 // The lowest byte of each lane's bit pattern.
 inline void store_low_bytes(int8_t* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
@@ -241,6 +246,15 @@ inline Vec load_half(const uint16_t* p) {
   const auto* halves = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(halves)),
           _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+inline __m256 load_eight(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 load_eight(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store_half(uint16_t* p, Vec a) {
+  auto* halves = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(halves, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
 }
 inline void store_low_bytes(int8_t* p, Vec a) {
   const __m256i low = _mm256_set1_epi32(255);
@@ -423,6 +437,28 @@ inline float half_to_float(uint16_t half) {
 inline Vec load_half(const uint16_t* p) {
   return each_lane([&](int i) { return half_to_float(p[i]); });
 }
+inline uint16_t float_to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  uint32_t size = bits & 0x7FFFFFFFu;
+  // A NaN is made quiet and keeps the high bits that tell it from others.
+  if (size > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u | (size >> 13 & 0x3FFu));
+  if (size < 0x38800000u) {
+    // Below 2^-14 halves are multiples of 2^-24, as floats from 0.5 on are.
+    float sum;
+    std::memcpy(&sum, &size, 4);
+    sum += 0.5f;
+    std::memcpy(&size, &sum, 4);
+    return static_cast<uint16_t>(sign | (size - 0x3F000000u));
+  }
+  // A carry out of the mantissa is the next exponent's first value.
+  const uint32_t half = (size - 0x38000000u + 0xFFFu + (size >> 13 & 1u)) >> 13;
+  return static_cast<uint16_t>(sign | (half < 0x7C00u ? half : 0x7C00u));
+}
+inline void store_half(uint16_t* p, Vec a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(a.v[i]);
+}
 inline void store_low_bytes(int8_t* p, Vec a) {
   for (int i = 0; i < kLanes; ++i) {
     uint32_t bits;
@@ -522,6 +558,37 @@ inline void store_at(float* p, Vec a, int64_t start, int64_t size) {
     store(p + start, a);
   else
     store_first(p + start, a, size - start);
+}
+
+// What is beyond the largest finite half becomes that, not infinite; NaN stays NaN.
+inline void store_half_saturated(uint16_t* p, Vec a) {
+  constexpr float kLargest = 65504.0f;
+  store_half(p, max(broadcast(-kLargest), min(broadcast(kLargest), a)));
+}
+
+// Sixteen elements of an array of floats or of halves.
+inline Vec load_elements(const float* p) { return load(p); }
+inline Vec load_elements(const uint16_t* p) { return load_half(p); }
+
+// acc[i][g] += values[i] * the 16 elements at p. One register holds elements at a time
+// where a vector is two: of 3 x 2 sums no more is free.
+template <int ROWS, int GROUPS, typename T>
+inline void add_column(Vec (&acc)[ROWS][GROUPS], int g, const Vec (&values)[ROWS],
+                       const T* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256 lo = load_eight(p);
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+    acc[i][g].lo = _mm256_fmadd_ps(values[i].lo, lo, acc[i][g].lo);
+  const __m256 hi = load_eight(p + 8);
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+    acc[i][g].hi = _mm256_fmadd_ps(values[i].hi, hi, acc[i][g].hi);
+#else
+  const Vec column = load_elements(p);
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) acc[i][g] = fma(values[i], column, acc[i][g]);
+#endif
 }
 
 // e^x to about one unit in the last place; 0 below -87.3, infinite above 88.02, and NaN

@@ -56,6 +56,7 @@ def test_flags_reach_their_fields():
             "--model=m",
             "--max-model-len=32K",
             "--kv-cache-memory-bytes=2G",
+            "--kv-cache-dtype=float16",
             "--no-enable-prefix-caching",
             "--served-model-name",
             "a",
@@ -72,6 +73,7 @@ def test_flags_reach_their_fields():
         model="m",
         max_model_len=32768,
         kv_cache_memory_bytes=2 * 2**30,
+        kv_cache_dtype="float16",
         enable_prefix_caching=False,
         served_model_name=["a", "b"],
         structured_outputs_config={"backend": "xgrammar"},
@@ -109,6 +111,7 @@ def test_unknown_keyword_arguments_name_the_closest_one():
         ("scheduling_policy", "lifo"),
         ("per_request_spec_decode_metrics", "all"),
         ("block_size", 17),
+        ("kv_cache_dtype", "fp8"),
         ("max_model_len", 0),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", -1),
@@ -341,3 +344,35 @@ def test_a_device_that_is_not_there_is_refused(model_dir, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="device=cuda, but torch sees no CUDA"):
         EngineArgs(model=model_dir, device="cuda").create_engine_config()
+
+
+def test_a_wrong_cache_dtype_is_refused_with_those_there_are():
+    with pytest.raises(VLLMValidationError, match="one of auto, float32, float16"):
+        EngineArgs(kv_cache_dtype="float15")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "float32", "float16"])
+def test_a_cpu_takes_each_cache_dtype(model_dir, kv_cache_dtype):
+    config = create(model_dir, kv_cache_dtype=kv_cache_dtype)
+    assert config.cache_config.cache_dtype == kv_cache_dtype
+
+
+def test_cuda_takes_the_cache_in_the_models_dtype_only(model_dir, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def create_on_cuda(kv_cache_dtype):
+        args = EngineArgs(
+            model=model_dir,
+            device="cuda",
+            dtype="float16",
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        return args.create_engine_config().cache_config.cache_dtype
+
+    assert [create_on_cuda(dtype) for dtype in ("auto", "float16")] == [
+        "auto",
+        "float16",
+    ]
+    with pytest.raises(VLLMValidationError, match="auto or .* float16, on CUDA") as one:
+        create_on_cuda("float32")
+    assert one.value.parameter == "kv_cache_dtype"

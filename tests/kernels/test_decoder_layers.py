@@ -43,6 +43,9 @@ SHAPES = [
 ]
 
 
+each_cache = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+
+
 class Drawer:
     """Draws tensors one after another."""
 
@@ -137,10 +140,12 @@ class Step:
         self.slot_mapping = blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE
 
 
-def make_caches(s: Shape, num_layers: int) -> list[torch.Tensor]:
+def make_caches(
+    s: Shape, num_layers: int, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     draw = Drawer(5)
     shape = cpu_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, s.num_kv_heads, s.head_size)
-    return [draw(*shape) for _ in range(num_layers)]
+    return [draw(*shape).to(dtype) for _ in range(num_layers)]
 
 
 def run_fused(ops, layers, step, stream, caches, tap_layer_ids=()) -> torch.Tensor:
@@ -207,6 +212,7 @@ def multiply(ops, x, linear: LinearWeights) -> torch.Tensor:
 
 
 @native_ops
+@each_cache
 @pytest.mark.parametrize(("kind", "shape"), SHAPES)
 @pytest.mark.parametrize(
     "step",
@@ -217,10 +223,12 @@ def multiply(ops, x, linear: LinearWeights) -> torch.Tensor:
     ],
     ids=["one", "mixed", "not_causal"],
 )
-def test_fused_layers_give_the_bits_of_the_single_operators(ops, kind, shape, step):
+def test_fused_layers_give_the_bits_of_the_single_operators(
+    ops, kind, shape, step, dtype
+):
     layers = [draw_layer(ops, kind, shape, seed) for seed in (1, 2)]
     stream = Drawer(3)(len(step.positions), shape.hidden)
-    caches, expected_caches = make_caches(shape, 2), make_caches(shape, 2)
+    caches, expected_caches = (make_caches(shape, 2, dtype) for _ in range(2))
     expected = stream.clone()
     run_singly(ops, layers, step, expected, expected_caches)
     run_fused(ops, layers, step, stream, caches)
@@ -230,13 +238,14 @@ def test_fused_layers_give_the_bits_of_the_single_operators(ops, kind, shape, st
 
 
 @native_ops
+@each_cache
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_chunks(ops, kind):
+def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_chunks(ops, kind, dtype):
     layers = [draw_layer(ops, kind, EXTRAS, seed) for seed in (1, 2)]
     stream = Drawer(3)(60, EXTRAS.hidden)
     whole, parts = stream.clone(), []
-    run_fused(ops, layers, Step((60,), (60,)), whole, make_caches(EXTRAS, 2))
-    caches, start = make_caches(EXTRAS, 2), 0
+    run_fused(ops, layers, Step((60,), (60,)), whole, make_caches(EXTRAS, 2, dtype))
+    caches, start = make_caches(EXTRAS, 2, dtype), 0
     for end in (1, 14, 47, 48, 60):
         part = stream[start:end].clone()
         run_fused(ops, layers, Step((end - start,), (end,)), part, caches)
@@ -262,13 +271,14 @@ def test_the_number_of_threads_changes_no_bit(ops):
 
 
 @several_builds
+@each_cache
 @pytest.mark.parametrize(("kind", "shape"), SHAPES)
-def test_builds_agree_bit_for_bit(kind, shape):
+def test_builds_agree_bit_for_bit(kind, shape, dtype):
     step, results = Step((1, 9), (33, 9)), []
     for ops in BUILDS:
         stream = Drawer(3)(10, shape.hidden)
         layers = [draw_layer(ops, kind, shape, seed) for seed in (1, 2)]
-        run_fused(ops, layers, step, stream, make_caches(shape, 2))
+        run_fused(ops, layers, step, stream, make_caches(shape, 2, dtype))
         results.append(stream)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -366,6 +376,10 @@ def test_refuses_shapes_that_do_not_belong_together(ops):
         run_fused(ops, [layer], step, stream.T.contiguous().T, caches)
     with pytest.raises(ValueError, match="contiguous"):
         run_fused(ops, [layer], step, stream, [caches[0][:, :, :, :, :8]])
+    with pytest.raises(ValueError, match="float16"):
+        run_fused(
+            ops, [layer] * 2, step, stream, [*make_caches(ODD, 1, torch.half), *caches]
+        )
     with pytest.raises(ValueError, match="each layer"):
         run_fused(ops, [layer, layer], step, stream, caches)
     for tap_layer_id in (-1, 2):

@@ -134,9 +134,9 @@ class DraftSession:
 
     def __init__(self, model: DSparkModel, num_reqs: int = 1) -> None:
         self.model = model
-        specs = model.get_kv_cache_specs(BLOCK_SIZE)
+        specs = model.get_kv_cache_specs(BLOCK_SIZE, model.dtype)
         spec = next(iter(specs.values()))
-        backend = get_attn_backend(CPU, spec.dtype)
+        backend = get_attn_backend(CPU, model.dtype)
         per_req = NUM_POSITIONS // BLOCK_SIZE
         shape = backend.get_kv_cache_shape(
             per_req * num_reqs + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size

@@ -65,9 +65,9 @@ class Session:
     def __init__(self, model: nn.Module, max_len: int = 256) -> None:
         self.model = model
         self.num_computed = 0
-        specs = model.get_kv_cache_specs(BLOCK_SIZE)
+        specs = model.get_kv_cache_specs(BLOCK_SIZE, model.dtype)
         spec = next(iter(specs.values()))
-        backend = get_attn_backend(torch.device("cpu"), spec.dtype)
+        backend = get_attn_backend(torch.device("cpu"), model.dtype)
         num_blocks = max_len // BLOCK_SIZE + 1
         shape = backend.get_kv_cache_shape(
             num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_size

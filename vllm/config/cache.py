@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+CACHE_DTYPES = ("auto", "float32", "float16")
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -13,12 +15,15 @@ class CacheConfig:
 
     Args:
         block_size: tokens a block.
+        cache_dtype: one of CACHE_DTYPES; auto is the model's dtype, or float16 on a CPU
+            where the weights are quantised.
         gpu_memory_utilization: share of the device's memory for weights and cache.
         num_gpu_blocks_override: blocks, the null block included.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings.
     """
 
     block_size: int = 16
+    cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None

@@ -17,6 +17,7 @@ from vllm.config import (
     StructuredOutputsConfig,
     VllmConfig,
 )
+from vllm.config.cache import CACHE_DTYPES
 from vllm.config.load import LOAD_FORMATS
 from vllm.config.model import LOGPROBS_MODES, QUANTIZATIONS
 from vllm.config.observability import SPEC_DECODE_METRICS_LEVELS
@@ -95,6 +96,7 @@ class EngineArgs:
     use_tqdm_on_load: bool = True
     device: str = "auto"
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -122,6 +124,7 @@ class EngineArgs:
             ("logprobs_mode", LOGPROBS_MODES),
             ("scheduling_policy", SCHEDULING_POLICIES),
             ("block_size", BLOCK_SIZES),
+            ("kv_cache_dtype", CACHE_DTYPES),
             ("per_request_spec_decode_metrics", SPEC_DECODE_METRICS_LEVELS),
         ):
             check_choice(name, getattr(self, name), choices)
@@ -197,7 +200,7 @@ class EngineArgs:
             logger.info("%s", describe_speculation(speculative_config))
         return VllmConfig(
             model_config=model_config,
-            cache_config=self._cache_config(device),
+            cache_config=self._cache_config(device, model_config.dtype),
             scheduler_config=self._scheduler_config(device, model_config.max_model_len),
             device_config=DeviceConfig(device=device),
             load_config=LoadConfig(
@@ -385,10 +388,18 @@ class EngineArgs:
                 path,
             ) from None
 
-    def _cache_config(self, device: str) -> CacheConfig:
+    def _cache_config(self, device: str, model_dtype: str) -> CacheConfig:
+        # The kernels on CUDA read the cache in the dtype of the queries.
+        if device == "cuda" and self.kv_cache_dtype not in ("auto", model_dtype):
+            raise invalid(
+                "kv_cache_dtype",
+                f"must be auto or the model's dtype, {model_dtype}, on CUDA",
+                self.kv_cache_dtype,
+            )
         space_gib = envs.VLLM_CPU_KVCACHE_SPACE if device == "cpu" else 0
         return CacheConfig(
             block_size=self.block_size,
+            cache_dtype=self.kv_cache_dtype,
             gpu_memory_utilization=self.gpu_memory_utilization,
             num_gpu_blocks_override=self.num_gpu_blocks_override,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,

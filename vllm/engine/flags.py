@@ -4,6 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from vllm.config.cache import CACHE_DTYPES
 from vllm.config.load import LOAD_FORMATS
 from vllm.config.model import LOGPROBS_MODES, QUANTIZATIONS
 from vllm.config.observability import SPEC_DECODE_METRICS_LEVELS
@@ -161,6 +162,12 @@ def _add_load_flags(group: _Group) -> None:
 
 def _add_cache_flags(group: _Group) -> None:
     group.add("--block-size", "tokens a block", type=int, choices=BLOCK_SIZES)
+    group.add(
+        "--kv-cache-dtype",
+        "of keys and values; auto: the model's dtype, or float16 on a CPU where the "
+        "weights are quantised",
+        choices=CACHE_DTYPES,
+    )
     group.add(
         "--gpu-memory-utilization",
         "share of the device's memory for weights and cache; on CPU, of what is free, "

@@ -70,7 +70,7 @@ class TargetRunner:
         if compute_dtype != torch.float32 and target.dtype == torch.float32:
             _replace_linears(target.model, compute_dtype)
             self._lm_head = _HalfLinear(target.lm_head, compute_dtype)
-        specs = target.get_kv_cache_specs(_BLOCK_SIZE)
+        specs = target.get_kv_cache_specs(_BLOCK_SIZE, target.dtype)
         spec = next(iter(specs.values()))
         self._blocks_a_sequence = -(-max_tokens // _BLOCK_SIZE)
         num_blocks = 1 + _NUM_AT_ONCE * self._blocks_a_sequence

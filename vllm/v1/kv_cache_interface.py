@@ -45,3 +45,8 @@ class KVCacheConfig:
 
     num_blocks: int
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        """Of all keys and values."""
+        return str(self.kv_cache_groups[0].kv_cache_spec.dtype).removeprefix("torch.")

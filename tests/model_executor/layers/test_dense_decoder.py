@@ -125,8 +125,8 @@ def test_taps_of_layers_that_are_not_there_are_refused(layer_ids, model):
 
 
 def test_cache_specs_name_every_attention_layer(model):
-    spec = FullAttentionSpec(16, 2, 32, torch.float32)
-    assert model.get_kv_cache_specs(16) == {
+    spec = FullAttentionSpec(16, 2, 32, torch.float16)
+    assert model.get_kv_cache_specs(16, torch.float16) == {
         f"model.layers.{i}.self_attn.attn": spec for i in range(3)
     }
 

@@ -305,9 +305,9 @@ def test_trap_11_context_is_rotated_by_its_absolute_positions(drafter, reference
 
 
 def test_trap_12_draft_caches_have_names_of_their_own(drafter, target):
-    own = drafter.get_kv_cache_specs(16)
+    own = drafter.get_kv_cache_specs(16, torch.float32)
     assert list(own) == [f"draft.layers.{i}.self_attn.attn" for i in range(2)]
-    assert not own.keys() & target.get_kv_cache_specs(16).keys()
+    assert not own.keys() & target.get_kv_cache_specs(16, torch.float32).keys()
 
 
 def test_trap_12_a_blocks_keys_are_scratch(drafter, taps):

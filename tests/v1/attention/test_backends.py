@@ -22,6 +22,9 @@ BACKENDS = [
 ]
 
 
+each_cache = pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16])
+
+
 @dataclass
 class Batch:
     """Requests of random keys, and the dense answer of their last query tokens."""
@@ -75,13 +78,16 @@ def run(
     is_causal: bool = True,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    cache_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Write the cache, whose other slots hold NaN, and attend."""
     seq_lens = [len(key) for key in batch.keys]
     num_blocks = 1 + sum(-(-n // BLOCK_SIZE) for n in seq_lens)
     _, num_kv_heads, head_size = batch.keys[0].shape
     shape = backend.get_kv_cache_shape(num_blocks, BLOCK_SIZE, num_kv_heads, head_size)
-    kv_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    kv_cache = torch.full(
+        shape, float("nan"), dtype=cache_dtype or dtype, device=device
+    )
     # Backwards, so that neighbours in a sequence are not neighbours in memory.
     free = list(range(num_blocks - 1, 0, -1))
     table = torch.zeros(len(seq_lens), max(seq_lens) // BLOCK_SIZE + 2).int()
@@ -192,13 +198,49 @@ def test_bfloat16_is_close_to_dense_attention():
     )
 
 
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "tolerance"),
+    [
+        (torch.float32, torch.float16, 1e-5),
+        (torch.bfloat16, torch.float32, 0.05),
+        (torch.bfloat16, torch.float16, 0.05),
+    ],
+)
+def test_a_cache_of_another_dtype_equals_attention_over_its_numbers(
+    backend, dtype, cache_dtype, tolerance
+):
+    if backend is CPUAttentionBackend and dtype is not torch.float32:
+        pytest.skip("chosen for float32 only")
+    batch = make_batch([1, 17, 40], [33, 17, 300], num_heads=6, num_kv_heads=2)
+    rounded = replace(
+        batch,
+        keys=[key.to(cache_dtype) for key in batch.keys],
+        values=[value.to(cache_dtype) for value in batch.values],
+    )
+    actual = run(backend, batch, dtype=dtype, cache_dtype=cache_dtype)
+    torch.testing.assert_close(
+        actual.double(), rounded.expected(True), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_torch_attention_stores_what_no_half_holds_as_the_largest():
+    backend = TorchSDPABackend
+    shape = backend.get_kv_cache_shape(1, BLOCK_SIZE, 1, 16)
+    kv_cache = torch.zeros(shape, dtype=torch.float16)
+    tokens = torch.full((1, 1, 16), 1e6)
+    backend.write_kv_cache(tokens, -tokens, kv_cache, torch.tensor([3]))
+    assert kv_cache[:, 0, 3, 0].unique(dim=1).flatten().tolist() == [65504, -65504]
+
+
 @needs_cpu_ops
+@each_cache
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-def test_cpu_attention_has_the_same_bits_in_any_chunk(chunk):
+def test_cpu_attention_has_the_same_bits_in_any_chunk(chunk, cache_dtype):
     # Long enough for two partitions of keys.
     seq_len = 290
     whole = make_batch([seq_len], [seq_len], num_heads=3)
-    expected = run(CPUAttentionBackend, whole)
+    expected = run(CPUAttentionBackend, whole, cache_dtype=cache_dtype)
     for start in range(0, seq_len, chunk):
         end = min(start + chunk, seq_len)
         if chunk == 1 and start % 13:
@@ -210,11 +252,13 @@ def test_cpu_attention_has_the_same_bits_in_any_chunk(chunk):
             query_lens=[end - start],
             scale=whole.scale,
         )
-        assert torch.equal(run(CPUAttentionBackend, part), expected[start:end])
+        actual = run(CPUAttentionBackend, part, cache_dtype=cache_dtype)
+        assert torch.equal(actual, expected[start:end])
 
 
 @needs_cpu_ops
-def test_cpu_attention_has_the_same_bits_in_any_batch():
+@each_cache
+def test_cpu_attention_has_the_same_bits_in_any_batch(cache_dtype):
     alone = make_batch([2], [300])
     others = make_batch([5, 1, 40], [5, 20, 40])
     mixed = Batch(
@@ -224,8 +268,31 @@ def test_cpu_attention_has_the_same_bits_in_any_batch():
         query_lens=[5, 1, 2, 40],
         scale=alone.scale,
     )
-    expected = run(CPUAttentionBackend, alone)
-    assert torch.equal(run(CPUAttentionBackend, mixed)[6:8], expected)
+    expected = run(CPUAttentionBackend, alone, cache_dtype=cache_dtype)
+    actual = run(CPUAttentionBackend, mixed, cache_dtype=cache_dtype)
+    assert torch.equal(actual[6:8], expected)
+
+
+@needs_cpu_ops
+@each_cache
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_cpu_attention_has_the_same_bits_among_many(cache_dtype, is_causal):
+    # So many that heads share tiles: decodes, drafts, chunks, long and short ones.
+    num_reqs = 4 * torch.get_num_threads() + 1
+    query_lens = [(1, 4, 9, 1, 13)[i % 5] for i in range(num_reqs)]
+    seq_lens = [(1, 290, 40, 70, 13)[i % 5] for i in range(num_reqs)]
+    many = make_batch(query_lens, seq_lens, num_heads=10, num_kv_heads=5, head_size=24)
+    together = run(CPUAttentionBackend, many, is_causal, cache_dtype=cache_dtype)
+    for batch_idx, actual in enumerate(together.split(query_lens)):
+        alone = replace(
+            many,
+            query=many.query.split(query_lens)[batch_idx],
+            keys=[many.keys[batch_idx]],
+            values=[many.values[batch_idx]],
+            query_lens=[query_lens[batch_idx]],
+        )
+        expected = run(CPUAttentionBackend, alone, is_causal, cache_dtype=cache_dtype)
+        assert torch.equal(actual, expected)
 
 
 def test_selector_takes_the_operators_for_float32_only():

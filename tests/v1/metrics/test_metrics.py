@@ -88,7 +88,7 @@ def value(registry, name, **labels):
 
 
 def test_every_documented_name_is_shown(prometheus, registry):
-    prometheus.log_engine_initialized(64)
+    prometheus.log_engine_initialized(64, "float16")
     names = {metric.name for metric in registry.collect()}
     assert names == {"vllm:" + name for name in NAMES}
 
@@ -257,7 +257,7 @@ def test_an_idle_engine_logs_once_and_then_only_for_debugging(log_lines):
 def test_without_statistics_nothing_is_registered():
     manager = StatLoggerManager(make_config(Path("/nowhere")), log_stats=False)
     manager.record(SchedulerStats(), finished_request())
-    manager.log_engine_initialized(64)
+    manager.log_engine_initialized(64, "float16")
     manager.log()
 
 

@@ -331,15 +331,27 @@ class DenseCausalLM(Layer):
             )
         self.model.tap_layer_ids = tuple(layer_ids)
 
-    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a product with one of its matrices is one of integers."""
+        return any(
+            module.packed.is_quantized
+            for module in self.modules()
+            if isinstance(module, Linear)
+        )
+
+    def get_kv_cache_specs(
+        self, block_size: int, dtype: torch.dtype
+    ) -> dict[str, FullAttentionSpec]:
         """Return what each attention layer stores, by the layer's name.
 
         Args:
             block_size: tokens a block.
+            dtype: of keys and values.
         """
         return {
             module.layer_name: FullAttentionSpec(
-                block_size, module.num_kv_heads, module.head_size, self.dtype
+                block_size, module.num_kv_heads, module.head_size, dtype
             )
             for module in self.modules()
             if isinstance(module, Attention)

@@ -137,15 +137,18 @@ class DSparkModel(Layer):
             self.lm_head = lm_head.select(self.draft_vocab.target_ids)
         self.lm_head = self.lm_head or lm_head
 
-    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+    def get_kv_cache_specs(
+        self, block_size: int, dtype: torch.dtype
+    ) -> dict[str, FullAttentionSpec]:
         """Return what each attention layer stores, by the layer's name.
 
         Args:
             block_size: tokens a cache block.
+            dtype: of keys and values.
         """
         return {
             module.layer_name: FullAttentionSpec(
-                block_size, module.num_kv_heads, module.head_size, self.dtype
+                block_size, module.num_kv_heads, module.head_size, dtype
             )
             for module in self.modules()
             if isinstance(module, Attention)

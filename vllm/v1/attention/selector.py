@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionBackend
 def get_attn_backend(
     device: torch.device, dtype: torch.dtype
 ) -> type[AttentionBackend]:
-    """Return the fastest backend that is right for `device` and `dtype`.
+    """Return the fastest backend that is right for a device and a model's dtype.
 
     Raises:
         UnsupportedError: there is none.

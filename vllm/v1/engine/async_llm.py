@@ -70,7 +70,10 @@ class AsyncLLM:
         self._stat_loggers = StatLoggerManager(
             vllm_config, log_stats=log_stats, dashboard=self.dashboard
         )
-        self._stat_loggers.log_engine_initialized(self._client.ready.num_gpu_blocks)
+        ready = self._client.ready
+        self._stat_loggers.log_engine_initialized(
+            ready.num_gpu_blocks, ready.cache_dtype
+        )
         self._input_pool = ThreadPoolExecutor(
             _NUM_INPUT_THREADS, thread_name_prefix="input"
         )

@@ -66,7 +66,9 @@ class EngineCore:
         self.scheduler = Scheduler(
             vllm_config, kv_cache_config, self.structured_output_manager, log_stats
         )
-        self.ready = EngineCoreReady(kv_cache_config.num_blocks, clock.phases)
+        self.ready = EngineCoreReady(
+            kv_cache_config.num_blocks, kv_cache_config.dtype_name, clock.phases
+        )
 
     def warm_up_grammars(self) -> None:
         """Prepare the grammar backend in the background."""

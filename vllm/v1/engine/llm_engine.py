@@ -53,7 +53,10 @@ class LLMEngine:
             vllm_config, executor_factory, log_stats=log_stats
         )
         self._stat_loggers = StatLoggerManager(vllm_config, log_stats=log_stats)
-        self._stat_loggers.log_engine_initialized(self._client.ready.num_gpu_blocks)
+        ready = self._client.ready
+        self._stat_loggers.log_engine_initialized(
+            ready.num_gpu_blocks, ready.cache_dtype
+        )
         # Outputs of a step in which a request failed, and the failures not told yet.
         self._held_outputs: list[RequestOutput] = []
         self._held_errors: dict[str, Exception] = {}

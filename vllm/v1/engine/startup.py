@@ -36,9 +36,11 @@ class EngineCoreReady(msgspec.Struct, array_like=True, frozen=True):
 
     Args:
         num_gpu_blocks: size of the KV cache, the null block included.
+        cache_dtype: of the KV cache, decided.
     """
 
     num_gpu_blocks: int
+    cache_dtype: str
     phases: list[StartupPhase]
 
 

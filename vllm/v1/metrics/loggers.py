@@ -30,8 +30,10 @@ class StatLoggerBase(ABC):
     def log(self) -> None:  # noqa: B027 - most destinations need no clock
         """Write what came together since the last call."""
 
-    def log_engine_initialized(self, num_gpu_blocks: int) -> None:  # noqa: B027
-        """Note the size of the KV cache."""
+    def log_engine_initialized(  # noqa: B027
+        self, num_gpu_blocks: int, cache_dtype: str
+    ) -> None:
+        """Note the size and dtype of the KV cache."""
 
 
 class PrefixCacheHitRate:
@@ -173,7 +175,7 @@ class StatLoggerManager:
         for stat_logger in self._loggers:
             stat_logger.log()
 
-    def log_engine_initialized(self, num_gpu_blocks: int) -> None:
-        """Note the size of the KV cache."""
+    def log_engine_initialized(self, num_gpu_blocks: int, cache_dtype: str) -> None:
+        """Note the size and dtype of the KV cache."""
         for stat_logger in self._loggers:
-            stat_logger.log_engine_initialized(num_gpu_blocks)
+            stat_logger.log_engine_initialized(num_gpu_blocks, cache_dtype)

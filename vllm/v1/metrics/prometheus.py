@@ -100,9 +100,9 @@ class PrometheusStatLogger(StatLoggerBase):
         for parent in iteration_stats.finished_parents:
             self._record_parent(parent)
 
-    def log_engine_initialized(self, num_gpu_blocks: int) -> None:
+    def log_engine_initialized(self, num_gpu_blocks: int, cache_dtype: str) -> None:
         values = asdict(self._vllm_config.cache_config)
-        values["num_gpu_blocks"] = num_gpu_blocks
+        values |= {"num_gpu_blocks": num_gpu_blocks, "cache_dtype": cache_dtype}
         labels = {name: str(value) for name, value in values.items()}
         info = Gauge(
             PREFIX + "cache_config_info",

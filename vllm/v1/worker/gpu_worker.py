@@ -61,7 +61,9 @@ class Worker:
         if num_blocks is None:
             num_blocks = self._num_blocks_from_memory(groups)
         self._check_num_blocks(num_blocks)
-        return KVCacheConfig(num_blocks, groups)
+        config = KVCacheConfig(num_blocks, groups)
+        self._log_kv_cache(config)
+        return config
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache."""
@@ -142,10 +144,17 @@ class Worker:
                 "--kv-cache-memory-bytes, --num-gpu-blocks-override or "
                 "VLLM_CPU_KVCACHE_SPACE"
             )
+
+    def _log_kv_cache(self, config: KVCacheConfig) -> None:
+        block_size = self.vllm_config.cache_config.block_size
+        max_model_len = self.vllm_config.model_config.max_model_len
+        num_tokens = (config.num_blocks - 1) * block_size
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.1f requests of %d tokens at once",
-            num_blocks,
+            "KV cache: %d blocks of %d tokens in %s, %.1f requests of %d tokens at "
+            "once",
+            config.num_blocks,
             block_size,
+            config.dtype_name,
             num_tokens / max_model_len,
             max_model_len,
         )

@@ -110,6 +110,12 @@ def change_quantization(config: VllmConfig) -> VllmConfig:
     return replace(config, model_config=model_config)
 
 
+def change_cache_dtype(config: VllmConfig) -> VllmConfig:
+    return replace(
+        config, cache_config=replace(config.cache_config, cache_dtype="float16")
+    )
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -119,6 +125,7 @@ def change_quantization(config: VllmConfig) -> VllmConfig:
         change_rows,
         change_dtype,
         change_quantization,
+        change_cache_dtype,
     ],
 )
 def test_another_set_up_is_measured_anew(config, change):

@@ -1,4 +1,6 @@
-"""Attention by the compiled CPU operators: float32, over the pages, nothing gathered.
+"""Attention by the compiled CPU operators: over the pages, nothing gathered.
+
+The model is in float32, the cache in float32 or float16.
 
 A query token's result has the same bits whatever chunk or batch it is computed in.
 """

@@ -6,6 +6,7 @@ The oracle of the other backends, and what runs where no operators are built.
 import torch
 import torch.nn.functional as F
 
+from vllm._cpu_ops_torch import cast_to_cache
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
 
 
@@ -29,8 +30,9 @@ class TorchSDPABackend(AttentionBackend):
         slots = slot_mapping[is_stored]
         key_slots, value_slots = kv_cache.flatten(1, 2)
         num_tokens = slot_mapping.shape[0]
-        key_slots[slots] = key[:num_tokens][is_stored]
-        value_slots[slots] = value[:num_tokens][is_stored]
+        dtype = kv_cache.dtype
+        key_slots[slots] = cast_to_cache(key[:num_tokens][is_stored], dtype)
+        value_slots[slots] = cast_to_cache(value[:num_tokens][is_stored], dtype)
 
     @staticmethod
     def attend(
@@ -47,6 +49,7 @@ class TorchSDPABackend(AttentionBackend):
                 continue
             num_blocks = -(-seq_len // metadata.block_size)
             blocks = kv_cache[:, metadata.block_table[batch_idx, :num_blocks]]
+            blocks = blocks.to(query.dtype)
             keys, values = blocks.flatten(1, 2)[:, :seq_len].transpose(1, 2)
             out[start:end] = _attend_one(
                 query[start:end], keys, values, scale, metadata.is_causal

@@ -125,6 +125,7 @@ def describe_setup(vllm_config: VllmConfig, device: torch.device) -> dict[str, A
         "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
         "max_model_len": model_config.max_model_len,
         "block_size": vllm_config.cache_config.block_size,
+        "cache_dtype": vllm_config.cache_config.cache_dtype,
         "context_len": envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN,
     }
 

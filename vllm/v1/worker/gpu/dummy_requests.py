@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     NewRequestData,
@@ -197,10 +196,9 @@ def _write_zeros(
     """Fill the blocks: memory that was never written is not what a step will read."""
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
-        backend = get_attn_backend(runner.device, spec.dtype)
         zeros = torch.zeros(
             (_SLOTS_PER_WRITE, spec.num_kv_heads, spec.head_size),
-            dtype=spec.dtype,
+            dtype=runner.dtype,
             device=runner.device,
         )
         first, last = (
@@ -211,6 +209,6 @@ def _write_zeros(
         for layer_name in group.layer_names:
             cache = runner.kv_caches[layer_name]
             for part in slots.split(_SLOTS_PER_WRITE):
-                backend.write_kv_cache(
+                runner.attn_backend.write_kv_cache(
                     zeros[: len(part)], zeros[: len(part)], cache, part
                 )

@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.model_loader import load_model
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -28,6 +29,7 @@ from vllm.v1.worker.gpu.async_utils import (
 from vllm.v1.worker.gpu.attn_utils import (
     allocate_kv_caches,
     build_attn_metadata,
+    choose_kv_cache_dtype,
     group_kv_cache_specs,
 )
 from vllm.v1.worker.gpu.batch_layout import ScheduledStep
@@ -120,6 +122,7 @@ class GPUModelRunner:
             self.sampler, vllm_config.speculative_config
         )
         self.kv_caches: dict[str, torch.Tensor] = {}
+        self.dtype: torch.dtype = getattr(torch, model_config.dtype)
         self._copy_stream = make_copy_stream(device)
         self._executed: _ExecutedStep | None = None
         self._drafts: AsyncDrafts | None = None
@@ -130,19 +133,30 @@ class GPUModelRunner:
         if self.speculator is not None:
             self.speculator.load_model(self.model)
 
+    @property
+    def attn_backend(self) -> type[AttentionBackend]:
+        """What attends in the model and its drafter."""
+        return get_attn_backend(self.device, self.dtype)
+
     def get_kv_cache_groups(self) -> tuple[KVCacheGroupSpec, ...]:
         """Return the layers that need a cache, grouped by block table."""
-        block_size = self.vllm_config.cache_config.block_size
-        specs = self.model.get_kv_cache_specs(block_size)
+        cache_config = self.vllm_config.cache_config
+        dtype = choose_kv_cache_dtype(
+            cache_config.cache_dtype,
+            self.dtype,
+            self.device,
+            self.model.is_quantized,
+        )
+        specs = self.model.get_kv_cache_specs(cache_config.block_size, dtype)
         if self.speculator is not None:
-            specs = specs | self.speculator.get_kv_cache_specs(block_size)
+            specs = specs | self.speculator.get_kv_cache_specs(
+                cache_config.block_size, dtype
+            )
         return group_kv_cache_specs(specs)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the paged cache."""
-        dtype = config.kv_cache_groups[0].kv_cache_spec.dtype
-        backend = get_attn_backend(self.device, dtype)
-        self.kv_caches = allocate_kv_caches(config, backend, self.device)
+        self.kv_caches = allocate_kv_caches(config, self.attn_backend, self.device)
         if self.speculator is not None:
             self.speculator.initialize_kv_cache(self.kv_caches)
 

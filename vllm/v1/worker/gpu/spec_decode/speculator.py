@@ -76,7 +76,9 @@ class Speculator(ABC):
             target: loaded; it can be asked for taps, and lend what a drafter shares.
         """
 
-    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
+    def get_kv_cache_specs(
+        self, block_size: int, dtype: torch.dtype
+    ) -> dict[str, FullAttentionSpec]:
         """Return layer name -> spec of the layers that need a cache of their own."""
         return {}
 

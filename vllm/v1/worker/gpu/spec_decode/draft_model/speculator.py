@@ -101,8 +101,10 @@ class DraftModelSpeculator(Speculator):
         )
         self._model = load_model(draft_config, self._device, method)
 
-    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
-        specs = self._model.get_kv_cache_specs(block_size)
+    def get_kv_cache_specs(
+        self, block_size: int, dtype: torch.dtype
+    ) -> dict[str, FullAttentionSpec]:
+        specs = self._model.get_kv_cache_specs(block_size, dtype)
         return {_LAYER_PREFIX + name: spec for name, spec in specs.items()}
 
     def initialize_kv_cache(self, kv_caches: dict[str, torch.Tensor]) -> None:

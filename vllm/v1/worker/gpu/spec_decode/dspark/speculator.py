@@ -115,8 +115,10 @@ class DSparkSpeculator(Speculator):
             self._dspark_config.aux_hidden_state_layer_ids
         )
 
-    def get_kv_cache_specs(self, block_size: int) -> dict[str, FullAttentionSpec]:
-        return self._model.get_kv_cache_specs(block_size)
+    def get_kv_cache_specs(
+        self, block_size: int, dtype: torch.dtype
+    ) -> dict[str, FullAttentionSpec]:
+        return self._model.get_kv_cache_specs(block_size, dtype)
 
     def initialize_kv_cache(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._kv_caches = kv_caches
