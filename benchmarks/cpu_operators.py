@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/cpu_operators.py --threads 1
 
-Rounds of the implementations are interleaved and the figures are medians. Weights are
-as many as a model has, so that a decode reads them from memory.
+Rounds of the implementations are interleaved and the figures are medians. Weights and
+caches are as many as a model has, so that a decode reads them from memory.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from vllm._cpu_ops_native import NativeOps, load_native_ops
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152))
 VOCAB_SIZE = 49152
 WEIGHT_BYTES = 100 << 20
+NUM_LAYERS = 30
 
 
 def median_ms(
@@ -77,27 +78,44 @@ def bench_attention(
     builds: dict[str, NativeOps], num_reqs: int, query_len: int, seq_len: int
 ) -> None:
     num_blocks = num_reqs * seq_len // 16
-    kv_cache = torch.randn(2, num_blocks, 3, 16, 64)
+    caches = {
+        dtype: [
+            torch.randn(2, num_blocks, 3, 16, 64).to(dtype) for _ in range(NUM_LAYERS)
+        ]
+        for dtype in (torch.float32, torch.float16)
+    }
     query = torch.randn(num_reqs * query_len, 9, 64)
     out = torch.empty_like(query)
     table = torch.arange(num_blocks, dtype=torch.int32).view(num_reqs, -1)
     starts = torch.arange(num_reqs + 1, dtype=torch.int32) * query_len
     lengths = torch.full((num_reqs,), seq_len, dtype=torch.int32)
-    dense = torch.randn(num_reqs, 9, seq_len, 64)
+    dense = [torch.randn(num_reqs, 9, seq_len, 64) for _ in range(NUM_LAYERS)]
     dense_query = torch.randn(num_reqs, 9, query_len, 64)
 
-    def run(ops: NativeOps) -> Callable[[], object]:
-        return lambda: ops.paged_attention(
-            query, kv_cache, table, starts, lengths, 0.125, out, True
-        )
+    def run(ops: NativeOps, dtype: torch.dtype) -> Callable[[], object]:
+        return lambda: [
+            ops.paged_attention(
+                query, kv_cache, table, starts, lengths, 0.125, out, True
+            )
+            for kv_cache in caches[dtype]
+        ]
 
     calls: dict[str, Callable[[], object]] = {
-        "torch": lambda: F.scaled_dot_product_attention(
-            dense_query, dense, dense, is_causal=query_len == seq_len
-        )
+        "torch": lambda: [
+            F.scaled_dot_product_attention(
+                dense_query, layer, layer, is_causal=query_len == seq_len
+            )
+            for layer in dense
+        ]
     }
-    calls |= {name: run(ops) for name, ops in builds.items()}
-    report(f"attention {num_reqs}x{query_len} of {seq_len}", median_ms(calls, 15))
+    for name, ops in builds.items():
+        calls[name] = run(ops, torch.float32)
+        calls[f"{name}, half cache"] = run(ops, torch.float16)
+    times = median_ms(calls, 15)
+    report(
+        f"attention {num_reqs}x{query_len} of {seq_len}",
+        {name: ms / NUM_LAYERS for name, ms in times.items()},
+    )
 
 
 def bench_sampling(builds: dict[str, NativeOps]) -> None:
@@ -133,7 +151,12 @@ def main() -> None:
         for size, num_columns in SHAPES:
             if num_rows <= 32 or num_columns < VOCAB_SIZE:
                 bench_linear(builds, num_rows, size, num_columns)
-    for num_reqs, query_len, seq_len in ((1, 1, 512), (32, 1, 208), (1, 512, 512)):
+    for num_reqs, query_len, seq_len in (
+        (1, 1, 208),
+        (8, 1, 208),
+        (32, 1, 208),
+        (1, 512, 512),
+    ):
         bench_attention(builds, num_reqs, query_len, seq_len)
     bench_sampling(builds)
 
