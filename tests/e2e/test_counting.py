@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.conftest import Server
 from tests.e2e.drafters import ITS_OWN, NO_DRAFTER
 from tests.e2e.mixed_requests import CITY, schema
+from tests.markers import bit_for_bit
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -126,6 +127,7 @@ with_and_without_drafts = pytest.mark.parametrize(
 )
 
 
+@bit_for_bit
 @with_and_without_drafts
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_stream_adds_up_to_the_whole_answer(drafting: Server, name: str):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.markers import bit_for_bit
 from tests.model_executor.harness import Session, load, make_config
 from tests.model_executor.hf_reference import tiny_model, write_gguf
 from vllm import _custom_ops as ops
@@ -71,6 +72,7 @@ def test_kept_blocks_give_the_logits_up_to_rounded_activations(write, ggml_type)
     assert 0 < error < 0.05 * expected.square().mean().sqrt()
 
 
+@bit_for_bit
 @pytest.mark.parametrize("quantization", ["gguf", "int8"])
 def test_logits_do_not_depend_on_the_chunks_of_a_prompt(write, quantization):
     model = load(write("Q4_1"), quantization=quantization)

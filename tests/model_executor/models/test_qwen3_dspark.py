@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.markers import bit_for_bit
 from tests.model_executor.dspark_harness import (
     MASK,
     Block,
@@ -91,7 +92,7 @@ def test_context_written_in_rounds_equals_context_written_at_once(drafter, taps)
     for start, end in [(0, 7), (7, 8), (8, 13), (13, 18)]:
         in_rounds.write(taps, start, end)
     for name, cache in at_once.kv_caches.items():
-        torch.testing.assert_close(in_rounds.kv_caches[name], cache, rtol=0, atol=1e-6)
+        torch.testing.assert_close(in_rounds.kv_caches[name], cache, rtol=0, atol=1e-5)
         assert cache.abs().max() > 0.1
 
 
@@ -310,6 +311,7 @@ def test_trap_12_draft_caches_have_names_of_their_own(drafter, target):
     assert not own.keys() & target.get_kv_cache_specs(16, torch.float32).keys()
 
 
+@bit_for_bit
 def test_trap_12_a_blocks_keys_are_scratch(drafter, taps):
     clean, used = DraftSession(drafter), DraftSession(drafter)
     clean.write(taps, 0, 13)
