@@ -15,8 +15,7 @@ class CacheConfig:
 
     Args:
         block_size: tokens a block.
-        cache_dtype: one of CACHE_DTYPES; auto is the model's dtype, or float16 on a CPU
-            where the weights are quantised.
+        cache_dtype: one of CACHE_DTYPES; auto is the model's dtype.
         gpu_memory_utilization: share of the device's memory for weights and cache.
         num_gpu_blocks_override: blocks, the null block included.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings.

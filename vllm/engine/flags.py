@@ -164,8 +164,7 @@ def _add_cache_flags(group: _Group) -> None:
     group.add("--block-size", "tokens a block", type=int, choices=BLOCK_SIZES)
     group.add(
         "--kv-cache-dtype",
-        "of keys and values; auto: the model's dtype, or float16 on a CPU where the "
-        "weights are quantised",
+        "of keys and values; auto: the model's dtype",
         choices=CACHE_DTYPES,
     )
     group.add(

@@ -22,11 +22,14 @@ def cache_dtypes(engine: TinyEngine) -> set[torch.dtype]:
     return {cache.dtype for cache in caches.values()}
 
 
+HALF = {"quantization": "int8", "kv_cache_dtype": "float16"}
+
+
 def answer(
     model: Path, *, num_runs: int = 1, **flags: Any
 ) -> tuple[list[dict[str, Any]], TinyEngine]:
     """Return the answers of the last of some runs, and the engine."""
-    engine = TinyEngine(model, **({"quantization": "int8"} | flags))
+    engine = TinyEngine(model, **(HALF | flags))
     for _ in range(num_runs):
         outputs = engine.run(REQUESTS)
     return [visible(output) for output in outputs], engine
@@ -97,9 +100,13 @@ def test_half_the_precision_is_what_changes(model, expected):
 @pytest.mark.parametrize(
     ("flags", "dtype"),
     [
-        ({"quantization": "none"}, torch.float32),
+        ({"quantization": "none", "kv_cache_dtype": "auto"}, torch.float32),
+        ({"kv_cache_dtype": "auto"}, torch.float32),
         ({"quantization": "none", "kv_cache_dtype": "float16"}, torch.float16),
-        ({"quantization": "none", "dtype": "bfloat16"}, torch.bfloat16),
+        (
+            {"quantization": "none", "dtype": "bfloat16", "kv_cache_dtype": "auto"},
+            torch.bfloat16,
+        ),
         (
             {
                 "quantization": "none",

@@ -331,15 +331,6 @@ class DenseCausalLM(Layer):
             )
         self.model.tap_layer_ids = tuple(layer_ids)
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether a product with one of its matrices is one of integers."""
-        return any(
-            module.packed.is_quantized
-            for module in self.modules()
-            if isinstance(module, Linear)
-        )
-
     def get_kv_cache_specs(
         self, block_size: int, dtype: torch.dtype
     ) -> dict[str, FullAttentionSpec]:

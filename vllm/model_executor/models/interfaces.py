@@ -19,10 +19,6 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return [N, vocab_size] float32."""
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether a product with one of its matrices is one of integers."""
-
     def get_kv_cache_specs(
         self, block_size: int, dtype: torch.dtype
     ) -> dict[str, FullAttentionSpec]:

@@ -11,25 +11,22 @@ from vllm.v1.worker.gpu.attn_utils import (
     group_kv_cache_specs,
 )
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "model_dtype", "device", "is_quantized", "expected"),
+    ("cache_dtype", "model_dtype", "expected"),
     [
-        ("auto", torch.float32, CPU, True, torch.float16),
-        ("auto", torch.float32, CPU, False, torch.float32),
-        ("auto", torch.bfloat16, CPU, False, torch.bfloat16),
-        ("auto", torch.bfloat16, CUDA, True, torch.bfloat16),
-        ("float32", torch.float32, CPU, True, torch.float32),
-        ("float16", torch.float32, CPU, False, torch.float16),
+        ("auto", torch.float32, torch.float32),
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("float32", torch.bfloat16, torch.float32),
+        ("float16", torch.float32, torch.float16),
     ],
 )
-def test_the_cache_is_in_half_where_weights_are_quantised_or_it_is_asked_for(
-    cache_dtype, model_dtype, device, is_quantized, expected
+def test_the_cache_has_the_models_dtype_or_the_one_that_is_asked_for(
+    cache_dtype, model_dtype, expected
 ):
-    chosen = choose_kv_cache_dtype(cache_dtype, model_dtype, device, is_quantized)
-    assert chosen is expected
+    assert choose_kv_cache_dtype(cache_dtype, model_dtype) is expected
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,6 @@ class PackedWeight(ABC):
     """A weight [num_rows, size] in the layout of one kind of product."""
 
     num_rows: int
-    # Whether products are sums of integers.
-    is_quantized: bool = False
 
     @abstractmethod
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -139,8 +137,6 @@ class QuantizedWeight(PackedWeight):
         quant_type: of it.
     """
 
-    is_quantized = True
-
     def __init__(
         self, packed: torch.Tensor, quant_type: str, num_rows: int, size: int
     ) -> None:
@@ -204,7 +200,6 @@ class StackedWeight(PackedWeight):
 
     def __init__(self, parts: Sequence[PackedWeight]) -> None:
         self._parts = tuple(parts)
-        self.is_quantized = any(part.is_quantized for part in parts)
         self._num_rows = [part.num_rows for part in parts]
         self.num_rows = sum(self._num_rows)
 

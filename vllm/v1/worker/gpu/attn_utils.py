@@ -12,25 +12,14 @@ from vllm.v1.worker.gpu.block_table import BlockTable, compute_slot_mapping
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
-def choose_kv_cache_dtype(
-    cache_dtype: str,
-    model_dtype: torch.dtype,
-    device: torch.device,
-    is_quantized: bool,
-) -> torch.dtype:
+def choose_kv_cache_dtype(cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of keys and values in the cache.
 
     Args:
-        cache_dtype: of the configuration; auto is the model's, or float16 on a CPU
-            where weights are quantised.
+        cache_dtype: of the configuration; auto is the model's.
         model_dtype: of activations.
-        device: where the cache is.
-        is_quantized: whether weights of the target are.
     """
-    if cache_dtype != "auto":
-        return getattr(torch, cache_dtype)
-    # Rounded activations cost more precision than the cache does.
-    return torch.float16 if device.type == "cpu" and is_quantized else model_dtype
+    return model_dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
 
 
 def group_kv_cache_specs(

@@ -141,12 +141,7 @@ class GPUModelRunner:
     def get_kv_cache_groups(self) -> tuple[KVCacheGroupSpec, ...]:
         """Return the layers that need a cache, grouped by block table."""
         cache_config = self.vllm_config.cache_config
-        dtype = choose_kv_cache_dtype(
-            cache_config.cache_dtype,
-            self.dtype,
-            self.device,
-            self.model.is_quantized,
-        )
+        dtype = choose_kv_cache_dtype(cache_config.cache_dtype, self.dtype)
         specs = self.model.get_kv_cache_specs(cache_config.block_size, dtype)
         if self.speculator is not None:
             specs = specs | self.speculator.get_kv_cache_specs(
