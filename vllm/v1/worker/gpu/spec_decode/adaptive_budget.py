@@ -93,7 +93,7 @@ class AdaptiveBudget(BudgetPolicy):
             draft_budget = max(draft_budget, min(_NUM_TRIED_DRAFTS, step.num_drafts))
         predicted_ms = float(costs_ms[draft_budget])
         drafts_next = self._decide_drafting(
-            num_reqs, past, np.where(step.is_sampling_np, max_drafts_np, 0)
+            num_reqs, past, max_drafts_np * step.is_sampling_np
         )
         if not drafts_next:
             num_tokens = step.num_non_draft_tokens + draft_budget
@@ -126,7 +126,7 @@ class AdaptiveBudget(BudgetPolicy):
             return False
         gains = expected_gains(past, num_drafts_np)
         costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
-        best = np.max((num_reqs + gains) / costs_ms)
+        best = ((num_reqs + gains) / costs_ms).max()
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
         self._switch = self._switches[num_reqs.bit_length()]
         self._num_reqs = num_reqs
