@@ -24,13 +24,12 @@ class BudgetOps:
         num_drafts: torch.Tensor,
         idx_mapping: torch.Tensor,
         live: torch.Tensor,
-        round_: torch.Tensor,
     ) -> None:
         (num_reqs,), (max_num_reqs, max_drafts) = idx_mapping.shape, live.shape
-        if confidence_probs.shape[1] != max_drafts or round_.shape != live.shape:
+        if confidence_probs.shape[1] != max_drafts:
             raise ValueError(
-                f"confidences of {tuple(confidence_probs.shape)} and a round of "
-                f"{tuple(round_.shape)} for rows of {tuple(live.shape)}"
+                f"confidences of {tuple(confidence_probs.shape)} for rows of "
+                f"{tuple(live.shape)}"
             )
         failed = self._c.record_confidences(
             _address(confidence_probs, num_reqs, torch.float32),
@@ -40,7 +39,6 @@ class BudgetOps:
             max_num_reqs,
             max_drafts,
             _address(live, max_num_reqs, torch.float32),
-            _address(round_, max_num_reqs, torch.float32),
         )
         if failed:
             raise IndexError(f"a request row is not in [0, {max_num_reqs})")

@@ -57,7 +57,7 @@ _SHORT = {
     "vllm_admit_drafts": "piippiip:i",
     "vllm_read_curves": "ppiipiipppiiffiipp:i",
     "vllm_count_outcomes": "pipiipppiii:i",
-    "vllm_record_confidences": "pppiiipp:i",
+    "vllm_record_confidences": "pppiiip:i",
     "vllm_read_rounds": "ppipipipipip:i",
     "vllm_count_round": "pppiipiipp:i",
     "vllm_expected_gains": "piiipip:i",

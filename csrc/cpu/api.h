@@ -201,7 +201,7 @@ VLLM_API int64_t vllm_count_outcomes(int32_t* counts, int64_t num_cells, int32_t
 VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_drafts,
                                          const int32_t* idx_mapping, int64_t num_reqs,
                                          int64_t max_num_reqs, int64_t max_drafts,
-                                         float* live, float* round);
+                                         float* live);
 VLLM_API int64_t vllm_read_rounds(const float* rounds, const int64_t* round_tenants,
                                   int64_t num_slots, const int64_t* tenants,
                                   int64_t max_num_reqs, const double* typical,

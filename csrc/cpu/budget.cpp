@@ -12,7 +12,7 @@
 VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_drafts,
                                          const int32_t* idx_mapping, int64_t num_reqs,
                                          int64_t max_num_reqs, int64_t max_drafts,
-                                         float* live, float* round) {
+                                         float* live) {
   for (int64_t req = 0; req < num_reqs; ++req) {
     const int64_t row = idx_mapping[req];
     if (row < 0 || row >= max_num_reqs) return 1;
@@ -21,7 +21,6 @@ VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_
                                           ? probs[req * max_drafts + step]
                                           : std::numeric_limits<float>::quiet_NaN();
   }
-  std::copy_n(live, max_num_reqs * max_drafts, round);
   return 0;
 }
 

@@ -63,7 +63,8 @@ class ConfidenceHistory:
         shape = (max_num_reqs, num_speculative_tokens)
         self._live = StagedWriteTensor(shape, torch.float32, device)
         self._num_tokens = num_speculative_tokens
-        self._tenants = torch.from_numpy(np.zeros(max_num_reqs, dtype=np.int64))
+        self._tenants_np = np.zeros(max_num_reqs, dtype=np.int64)
+        self._tenants = torch.from_numpy(self._tenants_np)
         self._step = 0
         # One of them is always too young to be read.
         num_slots = _MAX_ROUNDS + 1
@@ -78,7 +79,8 @@ class ConfidenceHistory:
             np.zeros((num_slots, max_num_reqs), dtype=np.int64)
         )
         # What is typical, and of how many proposals: [num_speculative_tokens] each.
-        self._typical = torch.from_numpy(np.empty(num_speculative_tokens))
+        self._typical_np = np.empty(num_speculative_tokens)
+        self._typical = torch.from_numpy(self._typical_np)
         self._num_counted = torch.from_numpy(
             np.empty(num_speculative_tokens, dtype=np.int64)
         )
@@ -98,7 +100,7 @@ class ConfidenceHistory:
 
     def add_request(self, req_state_idx: int) -> None:
         """Forget what is known of the row: it is another request's now."""
-        self._tenants.numpy()[req_state_idx] += 1
+        self._tenants_np[req_state_idx] += 1
         unknown = np.full(self._num_tokens, np.nan, dtype=np.float32)
         self._live.stage_write(req_state_idx, 0, unknown)
 
@@ -125,13 +127,8 @@ class ConfidenceHistory:
         native = ops.maybe_budget_ops()
         if native is not None and not idx_mapping.is_cuda:
             record = native.record_confidences
-        record(
-            drafts.confidence_probs,
-            drafts.num_drafts,
-            idx_mapping,
-            self.live,
-            self._past[oldest.slot],
-        )
+        record(drafts.confidence_probs, drafts.num_drafts, idx_mapping, self.live)
+        self._past[oldest.slot].copy_(self.live, non_blocking=True)
         self._past_tenants[oldest.slot].copy_(self._tenants)
         self._rounds.append(_Round(oldest.slot, self._step, idx_mapping_np))
 
@@ -153,7 +150,7 @@ class ConfidenceHistory:
         num_rounds = min(max(_NUM_SAMPLED_REQS // max(num_reqs, 1), 1), _MAX_ROUNDS)
         slots = [entry.slot for entry in self._list_past_rounds()[-num_rounds:]]
         if not slots:
-            return np.tile(self._typical.numpy(), (1, num_reqs, 1))
+            return np.tile(self._typical_np, (1, num_reqs, 1))
         native = ops.maybe_budget_ops()
         read = _read_rounds_numpy if native is None else native.read_rounds
         return read(
@@ -195,22 +192,19 @@ def _record_confidences_torch(
     num_drafts: torch.Tensor,
     idx_mapping: torch.Tensor,
     live: torch.Tensor,
-    round_: torch.Tensor,
 ) -> None:
-    """Write the confidences of a proposal, and copy all rows to the host.
+    """Write the confidences of a proposal into their rows.
 
     Args:
         confidence_probs: [num_reqs, num_speculative_tokens] float32.
         num_drafts: [num_reqs] int32.
         idx_mapping: [num_reqs] int32.
         live: [max_num_reqs, num_speculative_tokens] float32, changed in place.
-        round_: of live's shape, on the host; not waited for.
     """
     positions = torch.arange(live.shape[1], device=live.device)
     is_none = positions >= num_drafts.unsqueeze(1)
     # NaN says from here on that there was no draft.
     live[idx_mapping.long()] = confidence_probs.masked_fill(is_none, float("nan"))
-    round_.copy_(live, non_blocking=True)
 
 
 def _read_rounds_numpy(

@@ -48,10 +48,12 @@ class CostCorrection:
         self._verify_basis = _make_basis(max_batch_tokens)
         self._num_draft_knots = self._draft_basis.shape[1]
         prior = _make_prior(self._num_draft_knots, self._verify_basis.shape[1])
-        self._prior = torch.from_numpy(prior)
-        self._covariance = self._prior.clone()
-        # Draft knots, then verify knots.
-        self._log_factors = torch.from_numpy(np.zeros(len(prior)))
+        # Draft knots, then verify knots; of what is changed, two views of one memory.
+        self._covariance_np = prior.copy()
+        self._log_factors_np = np.zeros(len(prior))
+        self._prior, self._covariance, self._log_factors = map(
+            torch.from_numpy, (prior, self._covariance_np, self._log_factors_np)
+        )
         self._noise = _FIRST_NOISE
 
     def observe(
@@ -95,8 +97,8 @@ class CostCorrection:
     def factors(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what to multiply each entry of the draft and the verify curve with."""
         split = self._num_draft_knots
-        covariance = self._covariance.numpy()[split:, split:]
-        log_factors = self._log_factors.numpy()
+        covariance = self._covariance_np[split:, split:]
+        log_factors = self._log_factors_np
         variances = ((self._verify_basis @ covariance) * self._verify_basis).sum(axis=1)
         deviations = np.sqrt(variances)
         verify = self._verify_basis @ log_factors[split:]
