@@ -6,7 +6,7 @@ checked here is what would read or write outside a tensor.
 """
 
 import ctypes
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm import envs
+from vllm._cpu_ops_budget import BudgetOps
 from vllm._cpu_ops_checks import check_rows, check_vector
 from vllm._cpu_ops_quantized import QUANTIZED_FORMATS, QuantizedOps
 from vllm._cpu_ops_step import StepOps
@@ -29,9 +30,10 @@ ISAS = {"base": 1, "avx512": 2, "avx512_vnni": 3}
 # Beside QUANTIZED_FORMATS.
 _FLOAT32_FORMAT = -1
 
-_TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
+_TYPES = {"p": c_void_p, "i": c_int64, "f": c_float, "d": c_double}
 
-# name -> argument types (pointer, integer, float) and, after a colon, the result's.
+# name -> argument types (pointer, integer, float, double) and, after a colon, the
+# result's.
 # Short functions keep Python's lock: giving it away could cost a switch interval.
 _SHORT = {
     "vllm_isa_level": ":i",
@@ -48,12 +50,18 @@ _SHORT = {
     "vllm_expand_logit_rows": "pppipiipppp:i",
     "vllm_gather_rows": "piipiip:i",
     "vllm_compute_slot_mapping": "piipipiip:i",
+    "vllm_add_and_sum": "ppipp:",
     "vllm_drafts_behind": "ppip:",
     "vllm_take_accepted_prefix": "ppipiipp:i",
     "vllm_post_update": "pippppipiipp:i",
     "vllm_admit_drafts": "piippiip:i",
     "vllm_read_curves": "ppiipiipppiiffiipp:i",
     "vllm_count_outcomes": "pipiipppiii:i",
+    "vllm_record_confidences": "pppiiip:i",
+    "vllm_read_rounds": "ppipipipipip:i",
+    "vllm_count_round": "pppiipiipp:i",
+    "vllm_expected_gains": "piiipip:i",
+    "vllm_correct_costs": "ppppiidddddd:d",
     "vllm_noise_keys": "pppiip:",
 }
 _LONG = {
@@ -68,6 +76,7 @@ _LONG = {
     "vllm_decoder_layers": "pippip:i",
     "vllm_philox_uniform": "piip:",
     "vllm_greedy_argmax": "piiip:",
+    "vllm_verify_greedy": "pipiipiipp:i",
     "vllm_gumbel_argmax": "pippiip:",
     "vllm_likeliest_tokens": "piiiip:i",
     "vllm_accept_drafts": "pipiiiippppiip:i",
@@ -121,7 +130,7 @@ def _preload_openmp() -> None:
         logger.warning("torch's OpenMP runtime was not found: %s", error)
 
 
-class NativeOps(QuantizedOps, StepOps):
+class NativeOps(QuantizedOps, StepOps, BudgetOps):
     """The compiled operators of one library.
 
     Args:

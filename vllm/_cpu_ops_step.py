@@ -85,9 +85,11 @@ class StepOps:
         self, rows: torch.Tensor, idx_mapping: torch.Tensor, num_columns: int
     ) -> torch.Tensor:
         (max_num_reqs, width), (num_reqs,) = rows.shape, idx_mapping.shape
-        gathered = torch.empty((num_reqs, num_columns), dtype=torch.int32)
+        # Any four bytes.
+        dtype = torch.float32 if rows.dtype is torch.float32 else torch.int32
+        gathered = torch.empty((num_reqs, num_columns), dtype=dtype)
         failed = self._c.gather_rows(
-            _address(rows, max_num_reqs, torch.int32),
+            _address(rows, max_num_reqs, dtype),
             max_num_reqs,
             width,
             _address(idx_mapping, num_reqs, torch.int32),
@@ -187,6 +189,23 @@ class StepOps:
         if failed:
             raise IndexError("a position has no block")
         return input_ids, positions, slots, seq_lens
+
+    def add_and_sum(
+        self, counts: torch.Tensor, admitted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (num_reqs,) = admitted.shape
+        if counts.shape != (2, num_reqs):
+            raise ValueError(f"counts of {tuple(counts.shape)} for {num_reqs} requests")
+        row_sums = torch.empty(num_reqs + 1, dtype=torch.int32)
+        token_sums = torch.empty(num_reqs + 1, dtype=torch.int32)
+        self._c.add_and_sum(
+            _address(counts, 2, torch.int32),
+            _address(admitted, num_reqs, torch.int32),
+            num_reqs,
+            row_sums.data_ptr(),
+            token_sums.data_ptr(),
+        )
+        return row_sums, token_sums
 
     def drafts_behind(
         self, input_ids: torch.Tensor, expanded_local_pos: torch.Tensor
@@ -401,6 +420,41 @@ class StepOps:
             *_matrix(logits, vocab_size), num_logits, vocab_size, token_ids.data_ptr()
         )
         return token_ids
+
+    def verify_greedy(
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        max_rows_per_req: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Judge drafts by the likeliest tokens, as `rejection_sample` does.
+
+        Args:
+            logits: [num_logits, vocab_size] float32, processed.
+            input_ids: [num_logits] int64, of the rows; each the draft that the row
+                before it judges, if that is the same request's; -1: not accepted.
+            cu_num_logits: [num_reqs + 1] int32.
+            max_rows_per_req: drafts + bonus rows.
+        """
+        num_logits, vocab_size = logits.shape
+        num_reqs = cu_num_logits.shape[0] - 1
+        sampled = torch.empty((num_reqs, max_rows_per_req), dtype=torch.int64)
+        num_sampled = torch.empty(num_reqs, dtype=torch.int32)
+        failed = self._c.verify_greedy(
+            *_matrix(logits, vocab_size),
+            _address(input_ids, num_logits, torch.int64),
+            num_logits,
+            vocab_size,
+            _address(cu_num_logits, num_reqs + 1, torch.int32),
+            num_reqs,
+            max_rows_per_req,
+            sampled.data_ptr(),
+            num_sampled.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"the requests do not own {num_logits} logit rows")
+        return sampled, num_sampled
 
     def likeliest_tokens(
         self, logits: torch.Tensor, num_candidates: int

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from vllm import _cpu_ops_torch
+from vllm._cpu_ops_budget import BudgetOps
 from vllm._cpu_ops_decoder import DecoderLayerWeights, FusedLayers
 from vllm._cpu_ops_native import NativeOps, maybe_load_native_ops
 from vllm._cpu_ops_step import StepOps
@@ -26,6 +27,11 @@ def has_cpu_ops() -> bool:
 
 def maybe_step_ops() -> StepOps | None:
     """Return the compiled operators whose twins stand beside their Triton kernels."""
+    return _native
+
+
+def maybe_budget_ops() -> BudgetOps | None:
+    """Return the compiled operators that a draft budget is chosen with."""
     return _native
 
 

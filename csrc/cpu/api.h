@@ -162,6 +162,8 @@ VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t s
                                            int64_t num_reqs, const int64_t* positions,
                                            int64_t num_tokens, int64_t block_size,
                                            int64_t* slot_mapping);
+VLLM_API void vllm_add_and_sum(const int32_t* counts, const int32_t* admitted,
+                               int64_t num_reqs, int32_t* row_sums, int32_t* token_sums);
 VLLM_API void vllm_drafts_behind(const int64_t* input_ids, const int32_t* local_pos,
                                  int64_t num_logits, int64_t* drafts);
 VLLM_API int64_t vllm_take_accepted_prefix(const uint8_t* is_accepted,
@@ -197,6 +199,33 @@ VLLM_API int64_t vllm_count_outcomes(int32_t* counts, int64_t num_cells, int32_t
                                      const int32_t* num_sampled, int64_t num_reqs,
                                      int64_t num_bonus_tokens, int64_t parts);
 
+// What a draft budget is chosen from.
+VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_drafts,
+                                         const int32_t* idx_mapping, int64_t num_reqs,
+                                         int64_t max_num_reqs, int64_t max_drafts,
+                                         float* live);
+VLLM_API int64_t vllm_read_rounds(const float* rounds, const int64_t* round_tenants,
+                                  int64_t num_slots, const int64_t* tenants,
+                                  int64_t max_num_reqs, const double* typical,
+                                  int64_t max_drafts, const int64_t* slots,
+                                  int64_t num_rounds, const int32_t* idx_mapping,
+                                  int64_t num_reqs, double* out);
+VLLM_API int64_t vllm_count_round(const float* round, const int64_t* round_tenants,
+                                  const int64_t* tenants, int64_t max_num_reqs,
+                                  int64_t max_drafts, const int32_t* idx_mapping,
+                                  int64_t num_reqs, int64_t max_counted, double* typical,
+                                  int64_t* num_counted);
+VLLM_API int64_t vllm_expected_gains(const double* past_confidences, int64_t num_rounds,
+                                     int64_t num_reqs, int64_t max_drafts,
+                                     const int32_t* num_drafts, int64_t num_gains,
+                                     double* gains);
+VLLM_API double vllm_correct_costs(double* log_factors, double* covariance,
+                                   const double* prior, const double* weights,
+                                   int64_t num_draft_knots, int64_t num_knots,
+                                   double draft_ms, double verify_ms, double step_ms,
+                                   double noise, double outlier_deviations,
+                                   double forgetting);
+
 VLLM_API void vllm_noise_keys(const int64_t* seeds, const int64_t* positions,
                               const int64_t* anchor_positions, int64_t purpose,
                               int64_t num_keys, int64_t* keys);
@@ -204,6 +233,11 @@ VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t
                                   float* out);
 VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,
                                  int64_t vocab_size, int64_t* out);
+VLLM_API int64_t vllm_verify_greedy(const float* logits, int64_t stride,
+                                    const int64_t* input_ids, int64_t num_rows,
+                                    int64_t vocab_size, const int32_t* cu_num_logits,
+                                    int64_t num_reqs, int64_t width, int64_t* sampled,
+                                    int32_t* num_sampled);
 VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,
                                  const uint8_t* is_greedy, int64_t num_rows,
                                  int64_t vocab_size, int64_t* out);

@@ -104,6 +104,15 @@ VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t s
   return 0;
 }
 
+VLLM_API void vllm_add_and_sum(const int32_t* counts, const int32_t* admitted,
+                               int64_t num_reqs, int32_t* row_sums, int32_t* token_sums) {
+  row_sums[0] = token_sums[0] = 0;
+  for (int64_t req = 0; req < num_reqs; ++req) {
+    row_sums[req + 1] = row_sums[req] + counts[req] + admitted[req];
+    token_sums[req + 1] = token_sums[req] + counts[num_reqs + req] + admitted[req];
+  }
+}
+
 VLLM_API void vllm_drafts_behind(const int64_t* input_ids, const int32_t* local_pos,
                                  int64_t num_logits, int64_t* drafts) {
   for (int64_t logit = 0; logit < num_logits; ++logit) {

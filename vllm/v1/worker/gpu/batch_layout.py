@@ -157,7 +157,7 @@ class BatchLayout:
 def prefix_sum(counts: np.ndarray) -> np.ndarray:
     """Return [n + 1] int32 prefix sums of [n] counts, starting at 0."""
     sums = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=sums[1:])
+    counts.cumsum(dtype=np.int32, out=sums[1:])
     return sums
 
 

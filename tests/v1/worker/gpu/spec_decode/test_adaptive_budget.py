@@ -45,8 +45,9 @@ class Steps:
             num_tokens[-1] = prompt_tokens
         step = ScheduledStep(rows, num_tokens, num_drafts, is_sampling, 1)
         self.history.begin_step()
-        max_drafts = np.full(self.num_reqs, NUM_DRAFTS) if caps is None else caps
-        choice = self.policy.choose(step, np.asarray(max_drafts), self.history)
+        max_drafts = [NUM_DRAFTS] * self.num_reqs if caps is None else caps
+        max_drafts_np = np.array(max_drafts, dtype=np.int32)
+        choice = self.policy.choose(step, max_drafts_np, self.history)
         self.has_drafts = choice.drafts_next
         if choice.drafts_next:
             shape = (self.num_reqs, NUM_DRAFTS)

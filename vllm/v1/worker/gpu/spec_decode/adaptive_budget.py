@@ -92,9 +92,10 @@ class AdaptiveBudget(BudgetPolicy):
             # to be wrong.
             draft_budget = max(draft_budget, min(_NUM_TRIED_DRAFTS, step.num_drafts))
         predicted_ms = float(costs_ms[draft_budget])
-        drafts_next = self._decide_drafting(
-            num_reqs, past, np.where(step.is_sampling_np, max_drafts_np, 0)
-        )
+        next_drafts_np = max_drafts_np * step.is_sampling_np
+        if (next_drafts_np != step.num_drafts_np).any():
+            gains = expected_gains(past, next_drafts_np)
+        drafts_next = self._decide_drafting(num_reqs, gains)
         if not drafts_next:
             num_tokens = step.num_non_draft_tokens + draft_budget
             predicted_ms = self._costs.step_cost_without_drafting(num_tokens)
@@ -111,22 +112,18 @@ class AdaptiveBudget(BudgetPolicy):
             timing.has_drafted,
         )
 
-    def _decide_drafting(
-        self, num_reqs: int, past: np.ndarray, num_drafts_np: np.ndarray
-    ) -> bool:
+    def _decide_drafting(self, num_reqs: int, gains: np.ndarray) -> bool:
         """Say whether the requests that sample now are to have drafts next.
 
         Args:
             num_reqs: how many sample.
-            past: confidences of the requests of this step.
-            num_drafts_np: [num_reqs of the step] int32, drafts that each would have.
+            gains: [drafts that they would have + 1] float64, see `expected_gains`.
         """
-        num_drafts = int(num_drafts_np.sum())
+        num_drafts = len(gains) - 1
         if num_drafts == 0:
             return False
-        gains = expected_gains(past, num_drafts_np)
         costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
-        best = np.max((num_reqs + gains) / costs_ms)
+        best = ((num_reqs + gains) / costs_ms).max()
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
         self._switch = self._switches[num_reqs.bit_length()]
         self._num_reqs = num_reqs

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.v1.spec_decode.metrics import StepCost
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, ScheduledStep
 from vllm.v1.worker.gpu.buffer_utils import to_device
@@ -151,7 +152,11 @@ class AdaptiveVerifier:
         """
         if layout.num_scheduled_drafts == 0 or not self.policy.reads_confidences:
             return None
-        return self._history.live[idx_mapping.long()]
+        live = self._history.live
+        native = ops.maybe_step_ops()
+        if native is not None and not live.is_cuda:
+            return native.gather_rows(live, idx_mapping, live.shape[1])
+        return live[idx_mapping.long()]
 
     def take_step_cost(self) -> StepCost | None:
         """Return the cost of the last step whose time is known, once."""

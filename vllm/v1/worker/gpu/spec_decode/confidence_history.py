@@ -4,11 +4,13 @@ A draft's own confidence may rank it, but must not set how many drafts are verif
 budget would then know, from the confidences behind a drawn draft, what was drawn.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import Drafts
 
@@ -62,17 +64,26 @@ class ConfidenceHistory:
         self._live = StagedWriteTensor(shape, torch.float32, device)
         self._num_tokens = num_speculative_tokens
         self._tenants_np = np.zeros(max_num_reqs, dtype=np.int64)
+        self._tenants = torch.from_numpy(self._tenants_np)
         self._step = 0
         # One of them is always too young to be read.
         num_slots = _MAX_ROUNDS + 1
         nobody = np.zeros(0, dtype=np.int32)
-        self._rounds = [_Round(slot, -1, nobody) for slot in range(num_slots)]
+        # In the order of their steps.
+        self._rounds = deque(_Round(slot, -1, nobody) for slot in range(num_slots))
         # [num_slots, max_num_reqs, num_speculative_tokens] float32, by request row; NaN
         # where nothing was drafted.
         self._past = torch.zeros(num_slots, *shape, pin_memory=device.type != "cpu")
-        self._past_np: np.ndarray = self._past.numpy()
         # [num_slots, max_num_reqs] whose rows they were.
-        self._past_tenants_np = np.zeros((num_slots, max_num_reqs), dtype=np.int64)
+        self._past_tenants = torch.from_numpy(
+            np.zeros((num_slots, max_num_reqs), dtype=np.int64)
+        )
+        # What is typical, and of how many proposals: [num_speculative_tokens] each.
+        self._typical_np = np.empty(num_speculative_tokens)
+        self._typical = torch.from_numpy(self._typical_np)
+        self._num_counted = torch.from_numpy(
+            np.empty(num_speculative_tokens, dtype=np.int64)
+        )
         self.forget()
 
     @property
@@ -84,9 +95,8 @@ class ConfidenceHistory:
         """Go back to the first guess of what the drafter thinks."""
         for entry in self._rounds:
             entry.step = -1
-        # [num_speculative_tokens] each.
-        self._typical_np = np.full(self._num_tokens, _GUESSED_CONFIDENCE)
-        self._num_counted_np = np.full(self._num_tokens, _NUM_GUESSED_PROPOSALS)
+        self._typical.fill_(_GUESSED_CONFIDENCE)
+        self._num_counted.fill_(_NUM_GUESSED_PROPOSALS)
 
     def add_request(self, req_state_idx: int) -> None:
         """Forget what is known of the row: it is another request's now."""
@@ -112,16 +122,15 @@ class ConfidenceHistory:
             idx_mapping: the same on the device.
             drafts: of these requests.
         """
-        positions = torch.arange(self._num_tokens, device=idx_mapping.device)
-        is_none = positions >= drafts.num_drafts.unsqueeze(1)
-        # NaN says from here on that there was no draft.
-        known = drafts.confidence_probs.masked_fill(is_none, float("nan"))
-        self.live[idx_mapping.long()] = known
-        oldest = min(self._rounds, key=lambda entry: entry.step)
+        oldest = self._rounds.popleft()
+        record = _record_confidences_torch
+        native = ops.maybe_budget_ops()
+        if native is not None and not idx_mapping.is_cuda:
+            record = native.record_confidences
+        record(drafts.confidence_probs, drafts.num_drafts, idx_mapping, self.live)
         self._past[oldest.slot].copy_(self.live, non_blocking=True)
-        self._past_tenants_np[oldest.slot] = self._tenants_np
-        oldest.idx_mapping_np = idx_mapping_np
-        oldest.step, oldest.is_counted = self._step, False
+        self._past_tenants[oldest.slot].copy_(self._tenants)
+        self._rounds.append(_Round(oldest.slot, self._step, idx_mapping_np))
 
     def get_past_confidences(self, idx_mapping_np: np.ndarray) -> np.ndarray:
         """Return what the drafter thought before, for each of the requests.
@@ -142,39 +151,116 @@ class ConfidenceHistory:
         slots = [entry.slot for entry in self._list_past_rounds()[-num_rounds:]]
         if not slots:
             return np.tile(self._typical_np, (1, num_reqs, 1))
-        past = self._read(slots, idx_mapping_np)
-        return np.where(np.isnan(past), self._typical_np, past)
+        native = ops.maybe_budget_ops()
+        read = _read_rounds_numpy if native is None else native.read_rounds
+        return read(
+            self._past,
+            self._past_tenants,
+            self._tenants,
+            self._typical,
+            slots,
+            idx_mapping_np,
+        )
 
     def _list_past_rounds(self) -> list[_Round]:
         """Return the rounds that can be read, without those of long ago, in order."""
         # Those of the step before are verified in this one, and still on their way.
         rounds = [entry for entry in self._rounds if 0 <= entry.step < self._step - 1]
-        rounds.sort(key=lambda entry: entry.step)
         for entry in rounds:
-            self._count(entry)
+            if not entry.is_counted:
+                self._count(entry)
         return [entry for entry in rounds if entry.step >= rounds[-1].step - _MAX_AGE]
 
-    def _read(self, slots: list[int], idx_mapping_np: np.ndarray) -> np.ndarray:
-        """Return the confidences of the rows, NaN where they were not the request's.
-
-        Returns:
-            [num_slots, num_reqs, num_speculative_tokens] float32.
-        """
-        places = np.array(slots)[:, None], idx_mapping_np
-        values = self._past_np[places].clip(0.0, 1.0)
-        is_other = self._past_tenants_np[places] != self._tenants_np[idx_mapping_np]
-        values[is_other] = np.nan
-        return values
-
     def _count(self, entry: _Round) -> None:
-        """Let a round move what is typical, once."""
-        if entry.is_counted:
-            return
+        """Let a round move what is typical."""
         entry.is_counted = True
-        (values,) = self._read([entry.slot], entry.idx_mapping_np)
-        is_known = ~np.isnan(values)
-        num_known = is_known.sum(axis=0)
-        sums = np.where(is_known, values, 0.0).sum(axis=0)
-        counted = np.minimum(self._num_counted_np + num_known, _NUM_TYPICAL_PROPOSALS)
-        self._num_counted_np = np.maximum(counted, num_known)
-        self._typical_np += (sums - num_known * self._typical_np) / self._num_counted_np
+        native = ops.maybe_budget_ops()
+        count = _count_round_numpy if native is None else native.count_round
+        count(
+            self._past[entry.slot],
+            self._past_tenants[entry.slot],
+            self._tenants,
+            entry.idx_mapping_np,
+            _NUM_TYPICAL_PROPOSALS,
+            self._typical,
+            self._num_counted,
+        )
+
+
+def _record_confidences_torch(
+    confidence_probs: torch.Tensor,
+    num_drafts: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    live: torch.Tensor,
+) -> None:
+    """Write the confidences of a proposal into their rows.
+
+    Args:
+        confidence_probs: [num_reqs, num_speculative_tokens] float32.
+        num_drafts: [num_reqs] int32.
+        idx_mapping: [num_reqs] int32.
+        live: [max_num_reqs, num_speculative_tokens] float32, changed in place.
+    """
+    positions = torch.arange(live.shape[1], device=live.device)
+    is_none = positions >= num_drafts.unsqueeze(1)
+    # NaN says from here on that there was no draft.
+    live[idx_mapping.long()] = confidence_probs.masked_fill(is_none, float("nan"))
+
+
+def _read_rounds_numpy(
+    rounds: torch.Tensor,
+    round_tenants: torch.Tensor,
+    tenants: torch.Tensor,
+    typical: torch.Tensor,
+    slots: list[int],
+    idx_mapping_np: np.ndarray,
+) -> np.ndarray:
+    """Return the confidences of some rows in some rounds.
+
+    Args:
+        rounds: [num_slots, max_num_reqs, num_speculative_tokens] float32.
+        round_tenants: [num_slots, max_num_reqs] int64, whose the rows were.
+        tenants: [max_num_reqs] int64, whose they are.
+        typical: [num_speculative_tokens] float64, for what is not known.
+        slots: of the rounds.
+        idx_mapping_np: [num_reqs] int32, the rows.
+
+    Returns:
+        [len(slots), num_reqs, num_speculative_tokens] float64 in [0, 1].
+    """
+    places = np.array(slots)[:, None], idx_mapping_np
+    values = rounds.numpy()[places].clip(0.0, 1.0)
+    is_own = round_tenants.numpy()[places] == tenants.numpy()[idx_mapping_np]
+    is_known = is_own[:, :, None] & ~np.isnan(values)
+    return np.where(is_known, values, typical.numpy())
+
+
+def _count_round_numpy(
+    round_: torch.Tensor,
+    round_tenants: torch.Tensor,
+    tenants: torch.Tensor,
+    idx_mapping_np: np.ndarray,
+    max_counted: int,
+    typical: torch.Tensor,
+    num_counted: torch.Tensor,
+) -> None:
+    """Let a round move what is typical.
+
+    Args:
+        round_: [max_num_reqs, num_speculative_tokens] float32.
+        round_tenants: [max_num_reqs] int64, whose the rows were.
+        tenants: [max_num_reqs] int64, whose they are.
+        idx_mapping_np: [num_reqs] int32, the rows that were drafted for.
+        max_counted: proposals over which what is typical is averaged.
+        typical: [num_speculative_tokens] float64, changed in place.
+        num_counted: [num_speculative_tokens] int64, changed in place.
+    """
+    values = round_.numpy()[idx_mapping_np].clip(0.0, 1.0)
+    is_own = round_tenants.numpy()[idx_mapping_np] == tenants.numpy()[idx_mapping_np]
+    is_known = is_own[:, None] & ~np.isnan(values)
+    num_known = is_known.sum(axis=0)
+    sums = np.where(is_known, values, 0.0).sum(axis=0)
+    typical_np, counted_np = typical.numpy(), num_counted.numpy()
+    counted = np.minimum(counted_np + num_known, max_counted)
+    np.maximum(counted, num_known, out=counted_np)
+    typical_np += (sums - num_known * typical_np) / counted_np

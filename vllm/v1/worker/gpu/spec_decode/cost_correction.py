@@ -3,6 +3,9 @@
 import math
 
 import numpy as np
+import torch
+
+from vllm import _custom_ops as ops
 
 # Standard deviations of log(true / measured) before any step is seen: of what all sizes
 # share, such as a machine that others use as well; of what is added with each doubling
@@ -44,10 +47,13 @@ class CostCorrection:
         self._draft_basis = _make_basis(max_num_reqs)
         self._verify_basis = _make_basis(max_batch_tokens)
         self._num_draft_knots = self._draft_basis.shape[1]
-        self._prior = _make_prior(self._num_draft_knots, self._verify_basis.shape[1])
-        self._covariance = self._prior.copy()
-        # Draft knots, then verify knots.
-        self._log_factors = np.zeros(len(self._prior))
+        prior = _make_prior(self._num_draft_knots, self._verify_basis.shape[1])
+        # Draft knots, then verify knots; of what is changed, two views of one memory.
+        self._covariance_np = prior.copy()
+        self._log_factors_np = np.zeros(len(prior))
+        self._prior, self._covariance, self._log_factors = map(
+            torch.from_numpy, (prior, self._covariance_np, self._log_factors_np)
+        )
         self._noise = _FIRST_NOISE
 
     def observe(
@@ -67,26 +73,23 @@ class CostCorrection:
             verify_ms: what the curve says of the rest, > 0.
             step_ms: measured, > 0.
         """
-        draft_weights = self._draft_basis[num_draft_reqs]
-        verify_weights = self._verify_basis[num_tokens]
-        split = self._num_draft_knots
-        draft_ms *= math.exp(draft_weights @ self._log_factors[:split])
-        verify_ms *= math.exp(verify_weights @ self._log_factors[split:])
-        predicted_ms = draft_ms + verify_ms
-        gradient = np.concatenate(
-            [draft_weights * draft_ms, verify_weights * verify_ms]
+        native = ops.maybe_budget_ops()
+        correct = _correct_costs_numpy if native is None else native.correct_costs
+        error = correct(
+            self._log_factors,
+            self._covariance,
+            self._prior,
+            np.concatenate(
+                [self._draft_basis[num_draft_reqs], self._verify_basis[num_tokens]]
+            ),
+            self._num_draft_knots,
+            draft_ms,
+            verify_ms,
+            step_ms,
+            self._noise,
+            _OUTLIER_DEVIATIONS,
+            _FORGETTING,
         )
-        gradient /= predicted_ms
-        error = math.log(step_ms / predicted_ms)
-        covariance = self._covariance @ gradient
-        explained = float(gradient @ covariance)
-        noise = self._noise**2
-        noise *= 1 + error**2 / (_OUTLIER_DEVIATIONS**2 * (explained + noise))
-        gain = covariance / (explained + noise)
-        self._log_factors += gain * error
-        self._covariance -= np.outer(gain, covariance)
-        self._covariance += _FORGETTING * (self._prior - self._covariance)
-        self._log_factors *= 1 - _FORGETTING / 2
         is_within = abs(error) < _MEDIAN_DEVIATION * self._noise
         noise = self._noise / _NOISE_STEP if is_within else self._noise * _NOISE_STEP
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
@@ -94,13 +97,66 @@ class CostCorrection:
     def factors(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what to multiply each entry of the draft and the verify curve with."""
         split = self._num_draft_knots
-        covariance = self._covariance[split:, split:]
+        covariance = self._covariance_np[split:, split:]
+        log_factors = self._log_factors_np
         variances = ((self._verify_basis @ covariance) * self._verify_basis).sum(axis=1)
         deviations = np.sqrt(variances)
-        verify = self._verify_basis @ self._log_factors[split:]
+        verify = self._verify_basis @ log_factors[split:]
         verify -= _OPTIMISM * (deviations - deviations.min())
-        draft = self._draft_basis @ self._log_factors[:split]
+        draft = self._draft_basis @ log_factors[:split]
         return np.exp(draft), np.exp(verify)
+
+
+def _correct_costs_numpy(
+    log_factors: torch.Tensor,
+    covariance: torch.Tensor,
+    prior: torch.Tensor,
+    weights_np: np.ndarray,
+    num_draft_knots: int,
+    draft_ms: float,
+    verify_ms: float,
+    step_ms: float,
+    noise: float,
+    outlier_deviations: float,
+    forgetting: float,
+) -> float:
+    """Move the factors and their covariance by one step's time.
+
+    Args:
+        log_factors: [num_knots] float64, changed in place.
+        covariance: [num_knots, num_knots] float64, of the factors, changed in place.
+        prior: as the covariance, before any step is seen.
+        weights_np: [num_knots] float64, of the step's sizes on the knots.
+        num_draft_knots: how many of the knots, the first ones, are of drafting.
+        draft_ms: what the curve says of drafting.
+        verify_ms: what the curve says of the rest.
+        step_ms: measured.
+        noise: relative deviation of one step's time.
+        outlier_deviations: from where an error counts for less.
+        forgetting: share of what is known that the step makes obsolete.
+
+    Returns:
+        log(measured / predicted).
+    """
+    factors, spread = log_factors.numpy(), covariance.numpy()
+    weighted = weights_np * factors
+    draft_ms *= math.exp(weighted[:num_draft_knots].sum())
+    verify_ms *= math.exp(weighted[num_draft_knots:].sum())
+    predicted_ms = draft_ms + verify_ms
+    gradient = weights_np / predicted_ms
+    gradient[:num_draft_knots] *= draft_ms
+    gradient[num_draft_knots:] *= verify_ms
+    error = math.log(step_ms / predicted_ms)
+    shared = spread @ gradient
+    explained = float(gradient @ shared)
+    variance = noise**2
+    variance *= 1 + error**2 / (outlier_deviations**2 * (explained + variance))
+    gain = shared / (explained + variance)
+    factors += gain * error
+    factors *= 1 - forgetting / 2
+    spread -= np.outer(gain, shared)
+    spread += forgetting * (prior.numpy() - spread)
+    return error
 
 
 def _make_basis(max_size: int) -> np.ndarray:

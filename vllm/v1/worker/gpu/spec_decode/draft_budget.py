@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm import _custom_ops as ops
 from vllm.v1.worker.gpu.batch_layout import ScheduledStep
 from vllm.v1.worker.gpu.spec_decode.confidence_history import ConfidenceHistory
 
@@ -107,17 +108,15 @@ def expected_gains(
     Returns:
         [sum of num_drafts_np + 1] float64: the mean over the rounds, for 0 drafts, the
         likeliest one, the two likeliest, and so on.
+
+    Twin: _expected_gains_numpy.
     """
     num_drafts = int(num_drafts_np.sum())
     if num_drafts == 0:
         return np.zeros(1)
-    num_rounds, _, max_drafts = past_confidences.shape
-    survivals = past_confidences.cumprod(axis=2)
-    survivals *= np.arange(max_drafts) < num_drafts_np[:, None]
-    ranked = np.sort(-survivals.reshape(num_rounds, -1), axis=1)[:, :num_drafts]
-    gains = np.zeros(num_drafts + 1)
-    gains[1:] = -ranked.cumsum(axis=1).mean(axis=0)
-    return gains
+    native = ops.maybe_budget_ops()
+    impl = _expected_gains_numpy if native is None else native.expected_gains
+    return impl(past_confidences, num_drafts_np, num_drafts)
 
 
 def choose_draft_budget(
@@ -133,4 +132,16 @@ def choose_draft_budget(
         gains: [num_drafts + 1] float64, accepted drafts, by the number verified.
         costs_ms: [num_drafts + 1] float64, of the whole step.
     """
-    return int(np.argmax((num_sampling_reqs + gains) / costs_ms))
+    return int(((num_sampling_reqs + gains) / costs_ms).argmax())
+
+
+def _expected_gains_numpy(
+    past_confidences: np.ndarray, num_drafts_np: np.ndarray, num_drafts: int
+) -> np.ndarray:
+    num_rounds, _, max_drafts = past_confidences.shape
+    survivals = past_confidences.cumprod(axis=2)
+    survivals *= np.arange(max_drafts) < num_drafts_np[:, None]
+    ranked = np.sort(-survivals.reshape(num_rounds, -1), axis=1)[:, :num_drafts]
+    gains = np.zeros(num_drafts + 1)
+    gains[1:] = -ranked.cumsum(axis=1).mean(axis=0)
+    return gains

@@ -167,25 +167,27 @@ class RejectionSampler:
         if self.sampler.counts_nans:
             # The logits are about to be changed.
             nans_before = _sum_nans(logits)
-        logprob_rows = self.sampler.find_logprob_rows(rows)
-        judged_rows = rows
-        if self._conditional_rates is not None and apply_grammar is not None:
-            judged_rows = forget_forbidden_drafts(rows, logits, apply_grammar)
-        sampled, num_sampled = rejection_sample(
-            partial(
-                self._process_rows,
+        native = ops.maybe_step_ops()
+        logprob_rows = None
+        if (
+            native is not None
+            and not logits.is_cuda
+            and apply_grammar is None
+            and self._conditional_rates is None
+            and not self.sampler.find_uses(rows.idx_mapping_np)
+        ):
+            # Greedy, with no effect on the logits and nobody who reads them.
+            sampled, num_sampled = native.verify_greedy(
                 logits,
-                # An unknown draft must not be used as an index.
-                replace(rows, input_ids=rows.input_ids.clamp(min=0)),
-                apply_grammar,
-                logprob_rows is not None,
-            ),
-            draft_logits,
-            judged_rows,
-            self.sampler.states,
-            self._max_rows_per_req,
-            self._conditional_rates,
-        )
+                rows.input_ids,
+                rows.layout.cu_num_logits,
+                self._max_rows_per_req,
+            )
+        else:
+            logprob_rows = self.sampler.find_logprob_rows(rows)
+            sampled, num_sampled = self._rejection_sample(
+                logits, rows, draft_logits, apply_grammar, logprob_rows is not None
+            )
         logprobs_tensors = None
         if logprob_rows is not None:
             logprobs_tensors = self._get_logprobs_tensors(
@@ -197,6 +199,28 @@ class RejectionSampler:
             first = rows.layout.cu_num_logits[:-1].long()
             num_nans = nans_before[first + num_sampled] - nans_before[first]
         return SamplerOutput(sampled, num_sampled, logprobs_tensors, num_nans)
+
+    def _rejection_sample(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        draft_logits: torch.Tensor | None,
+        apply_grammar: GrammarMask | None,
+        has_reader: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        judged_rows = rows
+        if self._conditional_rates is not None and apply_grammar is not None:
+            judged_rows = forget_forbidden_drafts(rows, logits, apply_grammar)
+        # An unknown draft must not be used as an index.
+        known_rows = replace(rows, input_ids=rows.input_ids.clamp(min=0))
+        return rejection_sample(
+            partial(self._process_rows, logits, known_rows, apply_grammar, has_reader),
+            draft_logits,
+            judged_rows,
+            self.sampler.states,
+            self._max_rows_per_req,
+            self._conditional_rates,
+        )
 
     def _process_rows(
         self,

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, ScheduledStep, prefix_sum
 from vllm.v1.worker.gpu.buffer_utils import to_device
@@ -43,18 +44,24 @@ def _compute_offsets(
 
     Twin: _add_and_sum_torch.
     """
-    rows_np = step.num_bonus_rows_np
-    tokens_np = step.num_tokens_np - step.num_drafts_np
     device = admitted.device
+    # Logit rows and tokens beside the drafts.
+    counts_np = np.empty((2, step.num_reqs), dtype=np.int32)
+    counts_np[0] = step.num_bonus_rows_np
+    np.subtract(step.num_tokens_np, step.num_drafts_np, out=counts_np[1])
     if draft_budget == 0:
         # The host knows the split itself.
+        rows_np, tokens_np = counts_np
         return (
             to_device(prefix_sum(rows_np), device),
             to_device(prefix_sum(tokens_np), device),
         )
-    counts = to_device(np.stack([rows_np, tokens_np]), device)
-    impl = _add_and_sum_triton if admitted.is_cuda else _add_and_sum_torch
-    return impl(counts, admitted)
+    impl = _add_and_sum_torch
+    if admitted.is_cuda:
+        impl = _add_and_sum_triton
+    elif (native := ops.maybe_step_ops()) is not None:
+        impl = native.add_and_sum
+    return impl(to_device(counts_np, device), admitted)
 
 
 def _add_and_sum_torch(
