@@ -87,7 +87,7 @@ def compute_logits(
     model: CausalLM, token_ids: torch.Tensor, cache_dtype: str
 ) -> torch.Tensor:
     """Return [n, vocab_size] of one sequence [n]."""
-    dtype = choose_kv_cache_dtype(cache_dtype, torch.float32, CPU, model.is_quantized)
+    dtype = choose_kv_cache_dtype(cache_dtype, torch.float32)
     specs = model.get_kv_cache_specs(BLOCK_SIZE, dtype)
     spec = next(iter(specs.values()))
     num_tokens = len(token_ids)

@@ -405,6 +405,24 @@ def test_a_context_shorter_than_a_block_has_no_drafts_by_default(own, warnings):
         resolve_speculative_config({"method": "dspark"}, short)
 
 
+def test_a_context_needs_to_hold_only_the_block_that_is_run(embed, tmp_path, warnings):
+    model = write(tmp_path / "target", TARGET)
+    config = replace(
+        parse_dspark_config(DSPARK, "config.json"),
+        num_proposed_tokens=3,
+        allows_short_blocks=True,
+    )
+    raw = to_speculators_json(config, "target", "LlamaForCausalLM")
+    embed(tmp_path / "target", write(tmp_path / "drafter", raw))
+    short = target(max_model_len=3, model=model)
+    config = resolve_speculative_config("auto", short)
+    assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (3, 3)
+    assert warnings == []
+    shorter = target(max_model_len=2, model=model)
+    assert resolve_speculative_config("auto", shorter) is None
+    assert "blocks have 3 tokens, more than max_model_len 2" in warnings[0]
+
+
 def test_a_package_without_the_drafter_says_so(embed, tmp_path, warnings):
     folder = write(tmp_path / "target", TARGET)
     embed(folder, tmp_path / "nothing")
