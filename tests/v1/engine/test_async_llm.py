@@ -49,6 +49,11 @@ async def collect(engine, request_id, prompt="abc", **params):
     return [output async for output in outputs]
 
 
+def endless():
+    """Return parameters of an answer that nobody waits to the end of."""
+    return SamplingParams(max_tokens=50, extra_args={"sleep_s": 0.1})
+
+
 def text_of(outputs, index=0):
     return "".join(o.text for out in outputs for o in out.outputs if o.index == index)
 
@@ -74,7 +79,7 @@ async def test_a_long_prompt_is_tokenized_beside_the_loop(engine):
 
 
 async def test_leaving_early_aborts_in_the_core(engine):
-    outputs = engine.generate("abc", SamplingParams(max_tokens=50), "a")
+    outputs = engine.generate("abc", endless(), "a")
     await anext(outputs)
     await outputs.aclose()
     assert not engine.output_processor.has_unfinished_requests()
@@ -217,7 +222,7 @@ async def test_the_dashboard_knows_how_requests_ended(tokenizer_path):
     try:
         await collect(engine, "length")
         await collect(engine, "stop", stop="c")
-        outputs = engine.generate("abc", SamplingParams(max_tokens=50), "left")
+        outputs = engine.generate("abc", endless(), "left")
         await anext(outputs)
         await outputs.aclose()
         data = engine.dashboard.snapshot("length")
