@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
+@torch.inference_mode()
 def measure(
     calls: tuple[Callable[[], object], Callable[[], object]], num_rounds: int
 ) -> tuple[float, float, float]:
@@ -46,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quantization", help="of the weights; the default's if none")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
     parser.add_argument("--rounds", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -54,7 +56,7 @@ def main() -> None:
     model = load_model(config, CPU)
     size = config.model_config.hf_config.hidden_size
     print(f"{args.threads} threads, {config.model_config.quantization}")
-    for num_rows in NUM_ROWS:
+    for num_rows in args.num_rows:
         hidden_states = torch.randn(num_rows, size)
 
         def written(hidden_states: torch.Tensor = hidden_states) -> torch.Tensor:
@@ -75,5 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    main()
