@@ -52,6 +52,7 @@ _SHORT = {
     "vllm_compute_slot_mapping": "piipipiip:i",
     "vllm_add_and_sum": "ppipp:",
     "vllm_drafts_behind": "ppip:",
+    "vllm_verify_greedy": "ppipiipp:i",
     "vllm_take_accepted_prefix": "ppipiipp:i",
     "vllm_post_update": "pippppipiipp:i",
     "vllm_admit_drafts": "piippiip:i",
@@ -71,12 +72,12 @@ _LONG = {
     "vllm_pack_int8": "piiip:",
     "vllm_quantized_select": "piiipip:i",
     "vllm_quantized_linear": "pipippiii:",
+    "vllm_linear_argmax": "pipipiiip:",
     "vllm_likeliest_walk": "ppipippiiiipp:i",
     "vllm_paged_attention": "pipipipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
     "vllm_philox_uniform": "piip:",
     "vllm_greedy_argmax": "piiip:",
-    "vllm_verify_greedy": "pipiipiipp:i",
     "vllm_gumbel_argmax": "pippiip:",
     "vllm_likeliest_tokens": "piiiip:i",
     "vllm_accept_drafts": "pipiiiippppiip:i",
@@ -189,6 +190,33 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
             num_rows,
             num_columns,
             size,
+        )
+        return out
+
+    def linear_argmax(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        num_rows, size = x.shape
+        check_rows(x)
+        quant_format = self.check_packed(packed, quant_type, num_columns, size)
+        if bias is not None:
+            check_vector(bias, num_columns)
+        out = torch.empty(num_rows, dtype=torch.int64)
+        self._c.linear_argmax(
+            x.data_ptr(),
+            x.stride()[0],
+            packed.data_ptr(),
+            quant_format,
+            None if bias is None else bias.data_ptr(),
+            num_rows,
+            num_columns,
+            size,
+            out.data_ptr(),
         )
         return out
 

@@ -423,7 +423,7 @@ class StepOps:
 
     def verify_greedy(
         self,
-        logits: torch.Tensor,
+        token_ids: torch.Tensor,
         input_ids: torch.Tensor,
         cu_num_logits: torch.Tensor,
         max_rows_per_req: int,
@@ -431,21 +431,20 @@ class StepOps:
         """Judge drafts by the likeliest tokens, as `rejection_sample` does.
 
         Args:
-            logits: [num_logits, vocab_size] float32, processed.
+            token_ids: [num_logits] int64, the likeliest of each row.
             input_ids: [num_logits] int64, of the rows; each the draft that the row
                 before it judges, if that is the same request's; -1: not accepted.
             cu_num_logits: [num_reqs + 1] int32.
             max_rows_per_req: drafts + bonus rows.
         """
-        num_logits, vocab_size = logits.shape
+        num_logits = token_ids.shape[0]
         num_reqs = cu_num_logits.shape[0] - 1
         sampled = torch.empty((num_reqs, max_rows_per_req), dtype=torch.int64)
         num_sampled = torch.empty(num_reqs, dtype=torch.int32)
         failed = self._c.verify_greedy(
-            *_matrix(logits, vocab_size),
+            _address(token_ids, num_logits, torch.int64),
             _address(input_ids, num_logits, torch.int64),
             num_logits,
-            vocab_size,
             _address(cu_num_logits, num_reqs + 1, torch.int32),
             num_reqs,
             max_rows_per_req,

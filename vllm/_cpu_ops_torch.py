@@ -87,6 +87,20 @@ def quantized_linear(
     return (result if bias is None else result + bias).to(x.dtype)
 
 
+def linear_argmax(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    if quant_type == "float32":
+        products = packed_linear(x, packed, num_columns, bias)
+    else:
+        products = quantized_linear(x, packed, quant_type, num_columns, bias)
+    return _first_largest(products)
+
+
 def quantized_rows(
     packed: torch.Tensor,
     quant_type: str,
@@ -296,9 +310,14 @@ def gumbel_argmax(
     scores = logits.double() - (-(-draws).log1p()).log()
     if is_greedy is not None:
         scores = torch.where(is_greedy.bool()[:, None], logits.double(), scores)
-    is_candidate = logits > float("-inf")
+    return _first_largest(scores)
+
+
+def _first_largest(scores: torch.Tensor) -> torch.Tensor:
+    """Return each row's argmax, the first of equals; -1 where all are NaN or -inf."""
+    is_candidate = scores > float("-inf")
     scores = scores.masked_fill(~is_candidate, float("-inf"))
-    # The first among equals, which torch's argmax does not promise.
+    # torch's argmax does not promise the first.
     is_best = scores.eq(scores.amax(-1, keepdim=True)) & is_candidate
     token_ids = is_best.to(torch.uint8).cumsum(-1).eq(0).sum(-1)
     return torch.where(is_candidate.any(-1), token_ids, -1)

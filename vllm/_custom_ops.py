@@ -138,6 +138,34 @@ def quantized_linear(
     return ops.quantized_linear(x, packed, quant_type, num_columns, bias)
 
 
+def linear_argmax(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the column of each row's largest product, which is not written.
+
+    The products are, bit for bit, those of `quantized_linear`, or of `packed_linear`.
+    Ties go to the lowest column; NaN and -inf are never chosen.
+
+    Args:
+        x: [M, K], rows may be strided.
+        packed: from `pack_weight`, `pack_blocks` or `pack_int8`.
+        quant_type: of the weight; float32 if it is from `pack_weight`.
+        num_columns: N.
+        bias: [N].
+
+    Returns:
+        [M] int64; -1 where no product is above -inf.
+
+    Raises:
+        ValueError: the packed weight has other sizes.
+    """
+    return _packer(packed).linear_argmax(x, packed, quant_type, num_columns, bias)
+
+
 def quantized_rows(
     packed: torch.Tensor,
     quant_type: str,
@@ -227,7 +255,7 @@ def likeliest_walk(
 
 
 def _packer(packed: torch.Tensor) -> NativeOps | ModuleType:
-    """Return the operators that laid a quantised weight out."""
+    """Return the operators that laid a weight out."""
     if packed.dim() == 2:
         return _cpu_ops_torch
     assert _native is not None, "packed by the compiled operator, which is gone"

@@ -34,6 +34,12 @@ VLLM_API void vllm_quantized_linear(const float* x, int64_t x_stride, const uint
                                     int64_t format, const float* bias, float* out,
                                     int64_t num_rows, int64_t num_columns, int64_t size);
 
+// The first of each row's largest products, NaN left out; -1 if none is above -inf. The
+// format is a quantized weight's, or kVllmFloat32.
+VLLM_API void vllm_linear_argmax(const float* x, int64_t x_stride, const void* packed,
+                                 int64_t format, const float* bias, int64_t num_rows,
+                                 int64_t num_columns, int64_t size, int64_t* out);
+
 // Chooses column_ids[argmax] (the column itself if null) of logits + a weight's product
 // with the table's row of the token chosen before, step after step.
 VLLM_API int64_t vllm_likeliest_walk(const float* logits, const float* table,
@@ -233,9 +239,8 @@ VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t
                                   float* out);
 VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,
                                  int64_t vocab_size, int64_t* out);
-VLLM_API int64_t vllm_verify_greedy(const float* logits, int64_t stride,
-                                    const int64_t* input_ids, int64_t num_rows,
-                                    int64_t vocab_size, const int32_t* cu_num_logits,
+VLLM_API int64_t vllm_verify_greedy(const int64_t* token_ids, const int64_t* input_ids,
+                                    int64_t num_rows, const int32_t* cu_num_logits,
                                     int64_t num_reqs, int64_t width, int64_t* sampled,
                                     int32_t* num_sampled);
 VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,

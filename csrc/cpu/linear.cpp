@@ -138,8 +138,11 @@ void multiply(const Linear& l) {
   const int64_t per_chunk = (num_pairs + chunks - 1) / chunks;
   chunks = (num_pairs + per_chunk - 1) / per_chunk;
 
+  PartedOutput out(l.out, l.num_rows, chunks);
   const auto item = [&](int64_t task) {
     thread_local PackedRows packed;
+    Linear part = l;
+    part.out = out.part(task % chunks);
     const int64_t first_row = task / chunks * block;
     const int64_t count = l.num_rows - first_row < block ? l.num_rows - first_row : block;
     const int64_t first = task % chunks * per_chunk;
@@ -147,11 +150,12 @@ void multiply(const Linear& l) {
     // One row is its own interleaving.
     const float* rows = count == 1 ? l.x + first_row * l.x_stride
                                    : packed.get(l, call, first_row, count);
-    multiply_block(l, rows, first_row, count, first, last);
+    multiply_block(part, rows, first_row, count, first, last);
   };
   const int64_t work = l.num_rows * l.num_columns * l.size;
   const int64_t count = num_blocks * chunks;
   parallel_for(count, work < kMinWork ? count : 1, item);
+  out.join();
 }
 
 // Rows that are not plain, made.

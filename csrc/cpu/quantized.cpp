@@ -275,6 +275,7 @@ void multiply(const Product& p) {
   const int64_t count = num_quantizing + num_row_parts * chunks;
   const int64_t work = p.num_rows * p.num_columns * p.size;
   Countdown unquantized(num_quantizing);
+  PartedOutput out(p.out, p.num_rows, chunks);
   parallel_for(count, work < kMinWork ? count : 1, [&](int64_t task) {
     if (task < num_quantizing) {
       const int64_t start = task * rows_at_once;
@@ -282,18 +283,21 @@ void multiply(const Product& p) {
       quantize_rows<F>(p, start, end < p.num_rows ? end : p.num_rows, tiles);
       return unquantized.finish_item();
     }
-    const int64_t part = task - num_quantizing;
-    const int64_t first_row = part / chunks * rows;
+    const int64_t place = task - num_quantizing;
+    Product part = p;
+    part.out = out.part(place % chunks);
+    const int64_t first_row = place / chunks * rows;
     const int64_t end_row =
         first_row + rows < p.num_rows ? first_row + rows : p.num_rows;
-    const int64_t first = part % chunks * per_chunk;
+    const int64_t first = place % chunks * per_chunk;
     const int64_t last = first + per_chunk < p.panels() ? first + per_chunk : p.panels();
     if (!unquantized.is_over()) {
       prefetch(p.packed + first * panel_bytes(F, p.size), kAheadBytes);
       spin_until([&] { return unquantized.is_over(); });
     }
-    multiply_part<F>(p, tiles, first_row, end_row, first, last);
+    multiply_part<F>(part, tiles, first_row, end_row, first, last);
   });
+  out.join();
 }
 
 }  // namespace

@@ -133,22 +133,19 @@ VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t nu
   });
 }
 
-VLLM_API int64_t vllm_verify_greedy(const float* logits, int64_t stride,
-                                    const int64_t* input_ids, int64_t num_rows,
-                                    int64_t vocab_size, const int32_t* cu_num_logits,
+VLLM_API int64_t vllm_verify_greedy(const int64_t* token_ids, const int64_t* input_ids,
+                                    int64_t num_rows, const int32_t* cu_num_logits,
                                     int64_t num_reqs, int64_t width, int64_t* sampled,
                                     int32_t* num_sampled) {
-  std::vector<int64_t> token_ids(num_rows);
   std::vector<uint8_t> is_accepted(num_rows);
-  vllm_greedy_argmax(logits, stride, num_rows, vocab_size, token_ids.data());
   // A draft is the input of the row behind. Behind the last row of a request there is
   // none, but what is said of that row ends nothing that does not end there anyway.
   for (int64_t row = 0; row + 1 < num_rows; ++row) {
     const int64_t draft = input_ids[row + 1];
     is_accepted[row] = draft >= 0 && draft == token_ids[row];
   }
-  return vllm_take_accepted_prefix(is_accepted.data(), token_ids.data(), num_rows,
-                                   cu_num_logits, num_reqs, width, sampled, num_sampled);
+  return vllm_take_accepted_prefix(is_accepted.data(), token_ids, num_rows, cu_num_logits,
+                                   num_reqs, width, sampled, num_sampled);
 }
 
 VLLM_API void vllm_gumbel_argmax(const float* logits, int64_t stride, const int64_t* keys,

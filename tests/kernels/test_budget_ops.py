@@ -125,12 +125,8 @@ def test_greedy_drafts_are_judged_as_row_by_row(ops):
     # another request's row would say; a bonus row alone.
     likeliest = torch.tensor([7, 8, 9, -1, 5, 6, 7, 3])
     input_ids = torch.tensor([1, 7, 8, 2, -1, 2, 9, 7])
-    logits = torch.zeros(8, 40)
-    logits[3] = NAN
-    chosen = likeliest >= 0
-    logits[chosen, likeliest[chosen]] = 1.0
     cu_num_logits = torch.tensor([0, 3, 3, 5, 7, 8], dtype=torch.int32)
-    sampled, num_sampled = ops.verify_greedy(logits, input_ids, cu_num_logits, 4)
+    sampled, num_sampled = ops.verify_greedy(likeliest, input_ids, cu_num_logits, 4)
     drafts = ops.drafts_behind(
         input_ids, torch.tensor([0, 1, 2, 0, 1, 0, 1, 0], dtype=torch.int32)
     )
@@ -181,7 +177,7 @@ def test_drafts_that_the_requests_do_not_have_gain_nothing(ops, num_drafts, tota
 def test_rows_that_no_request_owns_are_not_verified(ops):
     with pytest.raises(IndexError, match="own 3 logit rows"):
         ops.verify_greedy(
-            torch.zeros(3, 8),
+            torch.zeros(3, dtype=torch.int64),
             torch.zeros(3, dtype=torch.int64),
             torch.tensor([0, 2], dtype=torch.int32),
             4,

@@ -310,6 +310,10 @@ class DenseCausalLM(Layer):
         """Return [N, vocab_size] float32 of hidden states [N, hidden_size]."""
         return self.lm_head(hidden_states).float()
 
+    def maybe_compute_argmax(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return [N] int64, the likeliest tokens, where logits need not be written."""
+        return self.lm_head.maybe_argmax(hidden_states)
+
     def set_aux_hidden_state_layers(self, layer_ids: tuple[int, ...]) -> None:
         """Make `forward` return the residual stream at some layers too.
 

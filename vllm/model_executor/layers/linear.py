@@ -98,6 +98,10 @@ class Linear(Layer):
         assert self._packed is not None, "weights are laid out"
         return self._packed.multiply(x, self.bias)
 
+    def maybe_argmax(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return [M] int64, the largest output of each row; None: see the weight's."""
+        return self.packed.maybe_argmax(x, self.bias)
+
     @property
     def packed(self) -> PackedWeight:
         """The weight, laid out."""

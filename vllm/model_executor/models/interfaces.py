@@ -19,6 +19,13 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return [N, vocab_size] float32."""
 
+    def maybe_compute_argmax(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return [N] int64, the likeliest tokens, found without writing their logits.
+
+        The first of equal ones, NaN left out, -1 where no logit is above -inf; None
+        where the output layer can only write the logits.
+        """
+
     def get_kv_cache_specs(
         self, block_size: int, dtype: torch.dtype
     ) -> dict[str, FullAttentionSpec]:

@@ -52,6 +52,21 @@ class PackedWeight(ABC):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [M, num_rows], x [M, size] times the transposed weight, plus bias."""
 
+    def maybe_argmax(
+        self, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return [M] int64, the argmax of each row of `multiply`, which is not written.
+
+        None where the product has to be.
+        """
+        parts = self.compiled_parts()
+        if parts is None or len(parts) > 1:
+            return None
+        [part] = parts
+        return ops.linear_argmax(
+            x, part.packed, part.quant_type, part.num_columns, bias
+        )
+
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [n, size], the rows of ids [n] int64."""

@@ -42,6 +42,7 @@ from vllm.v1.worker.gpu.input_batch import (
     post_update,
 )
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobs
 from vllm.v1.worker.gpu.sample.sampler import Sampler, SamplingRows
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
@@ -359,7 +360,7 @@ class GPUModelRunner:
         hidden_states: torch.Tensor,
         grammar_output: GrammarOutput | None,
     ) -> SamplerOutput:
-        logits = self.model.compute_logits(batch.take_logit_rows(hidden_states))
+        outputs = OutputRows(self.model, batch.take_logit_rows(hidden_states))
         rows = SamplingRows.from_batch(batch, self.req_states.all_token_ids.gpu)
         apply_grammar = None
         if grammar_output is not None:
@@ -370,9 +371,9 @@ class GPUModelRunner:
                 grammar_output=grammar_output,
             )
         if batch.layout.draft_budget == 0:
-            return self.sampler(logits, rows, apply_grammar)
+            return self.sampler(outputs, rows, apply_grammar)
         draft_logits = None if self.speculator is None else self.speculator.draft_logits
-        return self.rejection_sampler(logits, rows, draft_logits, apply_grammar)
+        return self.rejection_sampler(outputs, rows, draft_logits, apply_grammar)
 
     def _propose(self, executed: _ExecutedStep, sampler_output: SamplerOutput) -> None:
         if self.speculator is None:

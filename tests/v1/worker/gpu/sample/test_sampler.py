@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.v1.worker.gpu.output_layers import OutputLayer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
+from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 from vllm.v1.worker.gpu.sample.sampler import Sampler, SamplingRows
 from vllm.v1.worker.gpu.sample.uses import Uses
 
@@ -40,6 +42,7 @@ class Step:
         self.all_token_ids[:, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         torch.manual_seed(0)
         self.logits = torch.randn(len(params), vocab_size, device=device)
+        self.output_layer = OutputLayer(finds_argmax=True)
 
     def rows(self, req_state_indices: list[int], num_rows: list[int]) -> SamplingRows:
         idx_mapping_np = np.array(req_state_indices, dtype=np.int32)
@@ -77,7 +80,8 @@ class Step:
         num_rows = num_rows or [1] * len(indices)
         owners = [i for i, n in zip(indices, num_rows, strict=True) for _ in range(n)]
         logits = self.logits[owners].clone()
-        return self.sampler(logits, self.rows(indices, num_rows), apply_grammar)
+        outputs = OutputRows(self.output_layer, logits)
+        return self.sampler(outputs, self.rows(indices, num_rows), apply_grammar)
 
     def commit(self, output: SamplerOutput) -> None:
         """Make a step's tokens, one of each request, part of the past."""
@@ -220,6 +224,33 @@ def test_rows_of_logprobs_exist_only_for_requests_that_asked(device):
     assert tensors.cu_num_generated_tokens == [0, 0, 1, 1, 2]
     sampled = tensors.logprob_token_ids[:, 0].tolist()
     assert sampled == step.logits[[1, 3]].argmax(dim=-1).tolist()
+
+
+def test_greedy_requests_are_sampled_without_their_logits(device):
+    step = Step(device, *[SamplingParams(**GREEDY)] * 3)
+    assert _tokens(step.run()) == step.logits.argmax(dim=-1).tolist()
+    assert step.output_layer.passes == ["argmax"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=0),
+        SamplingParams(**GREEDY, logprobs=0),
+        SamplingParams(**GREEDY, presence_penalty=0.5),
+        SamplingParams(**GREEDY, logit_bias={3: 1.0}),
+    ],
+)
+def test_one_request_that_needs_whole_rows_gets_them_for_all(device, params):
+    step = Step(device, SamplingParams(**GREEDY), params)
+    assert _tokens(step.run())[0] == step.logits[0].argmax()
+    assert step.output_layer.passes == ["logits"]
+
+
+def test_a_grammar_needs_whole_rows(device):
+    step = Step(device, SamplingParams(**GREEDY))
+    step.run(apply_grammar=lambda logits: None)
+    assert step.output_layer.passes == ["logits"]
 
 
 def test_without_a_wish_for_logprobs_there_are_none(device):
@@ -399,6 +430,7 @@ def test_nans_are_counted_where_asked(device, monkeypatch):
     step = Step(device, *params)
     step.logits[1, 2:4] = torch.nan
     assert step.run([0, 1, 2], [1, 1, 0]).num_nans.tolist() == [0, 2, 0]
+    assert step.output_layer.passes == ["logits"]
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "0")
     assert Step(device, *params).run().num_nans is None
 

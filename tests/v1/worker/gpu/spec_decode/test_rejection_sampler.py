@@ -2,12 +2,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.v1.worker.gpu.output_layers import OutputLayer, rows_of
 from tests.v1.worker.gpu.spec_decode.spec_rows import make_spec_rows
 from vllm import envs
 from vllm.config import SpeculativeConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists, SamplerOutput
 from vllm.v1.worker.gpu.sample import sampler
+from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -56,6 +58,7 @@ class Steps:
         table = torch.randn(shape, generator=generator)
         table[:, :, [2, 3, 5, 8]] += 2.5
         self.table = table.to(device)
+        self.output_layer = OutputLayer(finds_argmax=True)
         self.restart()
 
     def restart(self) -> None:
@@ -93,7 +96,7 @@ class Steps:
         outputs = []
         for _ in range(num_steps):
             rows = self.rows([[]] * len(self.params))
-            output = self.sampler(self.logits(rows), rows, apply_grammar)
+            output = self.sampler(rows_of(self.logits(rows)), rows, apply_grammar)
             outputs.append(output)
             self.sampler.post_update(rows.expanded_idx_mapping, output)
             tokens = output.sampled_token_ids[:, 0].to(torch.int32)
@@ -107,7 +110,8 @@ class Steps:
         verifier = RejectionSampler(
             self.sampler, SpeculativeConfig("ngram", NUM_DRAFTS, **config)
         )
-        return verifier(self.logits(rows), rows, None, apply_grammar)
+        outputs = OutputRows(self.output_layer, self.logits(rows))
+        return verifier(outputs, rows, None, apply_grammar)
 
 
 def _lists(output: SamplerOutput) -> LogprobsLists:
@@ -196,7 +200,7 @@ def test_a_split_that_only_the_device_knows_has_device_boundaries(device):
     rows = steps.rows(drafts, num_scheduled=[3, 3])
     assert not rows.layout.is_exact_on_host
     verifier = RejectionSampler(steps.sampler, SpeculativeConfig("ngram", NUM_DRAFTS))
-    tensors = verifier(steps.logits(rows), rows, None).logprobs_tensors
+    tensors = verifier(rows_of(steps.logits(rows)), rows, None).logprobs_tensors
     assert tensors.cu_num_generated_tokens is None
     # The next step rewrites the buffer.
     rows.layout.cu_num_logits.zero_()
@@ -268,7 +272,7 @@ def test_nans_are_counted_over_the_rows_that_a_request_has_emitted(monkeypatch, 
     logits[[1, 1, 2, 3, 6], [2, 3, 1, 4, 1]] = float("nan")
     monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 2 * VOCAB_SIZE * 4)
     verifier = RejectionSampler(steps.sampler, SpeculativeConfig("ngram", NUM_DRAFTS))
-    output = verifier(logits, rows, None)
+    output = verifier(rows_of(logits), rows, None)
     # Row 1 has no token to accept 2 by: row 2 is never reached.
     assert output.num_sampled.tolist() == [2, 0, 1, 2]
     assert output.num_nans.tolist() == [2, 0, 1, 1]
@@ -282,7 +286,7 @@ def test_a_nan_behind_a_rejected_draft_is_nobodys(monkeypatch, device):
     logits = steps.logits(rows)
     logits[1:] = float("nan")
     verifier = RejectionSampler(steps.sampler, SpeculativeConfig("ngram", NUM_DRAFTS))
-    output = verifier(logits, rows, None)
+    output = verifier(rows_of(logits), rows, None)
     assert output.sampled_token_ids[0].tolist() == [likely, -1, -1, -1, -1]
     assert output.num_nans.tolist() == [0]
 
@@ -333,5 +337,43 @@ def test_without_a_config_every_request_gets_one_token(device):
     expected = steps.decode(1)[0].sampled_token_ids
     steps.restart()
     rows = steps.rows([[]] * len(MIXED))
-    output = RejectionSampler(steps.sampler, None)(steps.logits(rows), rows, None)
+    verifier = RejectionSampler(steps.sampler, None)
+    output = verifier(rows_of(steps.logits(rows)), rows, None)
     assert torch.equal(output.sampled_token_ids, expected)
+
+
+WHOLE_ROWS = [
+    {"apply_grammar": lambda logits, *, first_logit_idx: None},
+    {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": (0.0,) * NUM_DRAFTS,
+    },
+]
+
+
+def test_greedy_drafts_are_judged_without_the_logits(device):
+    steps = Steps(device, [SamplingParams(**GREEDY)] * 3)
+    tokens = torch.cat([out.sampled_token_ids for out in steps.decode(5)], dim=1)
+    steps.restart()
+    output = steps.verify(_draft(tokens.tolist(), 2))
+    assert steps.output_layer.passes == ["argmax"]
+    assert output.num_sampled.tolist() == [3] * 3
+    assert torch.equal(output.sampled_token_ids[:, :3], tokens[:, :3])
+
+
+@pytest.mark.parametrize("whole", WHOLE_ROWS, ids=["grammar", "synthetic"])
+def test_what_needs_whole_rows_gets_the_logits(device, whole):
+    steps = Steps(device, [SamplingParams(**GREEDY)] * 2)
+    steps.verify([[1, 2], [3]], **whole)
+    assert steps.output_layer.passes == ["logits"]
+
+
+@pytest.mark.parametrize("params", MIXED[1:])
+def test_one_request_that_needs_whole_rows_gets_them_for_all(device, params):
+    steps = Steps(device, [MIXED[0], params])
+    greedy = steps.verify([[1, 2], None])
+    assert steps.output_layer.passes == ["logits"]
+    alone = Steps(device, [MIXED[0]])
+    expected = alone.verify([[1, 2]])
+    assert alone.output_layer.passes == ["argmax"]
+    assert torch.equal(greedy.sampled_token_ids[:1], expected.sampled_token_ids)

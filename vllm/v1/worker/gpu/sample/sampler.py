@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.min_tokens import MinTokensState, apply_min_tokens
 from vllm.v1.worker.gpu.sample.output import no_samples, spread_rows
+from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 from vllm.v1.worker.gpu.sample.penalties import (
     PenaltiesState,
     apply_penalties,
@@ -241,56 +242,42 @@ class Sampler:
 
     def __call__(
         self,
-        logits: torch.Tensor,
+        outputs: OutputRows,
         rows: SamplingRows,
         apply_grammar: Effect | None = None,
     ) -> SamplerOutput:
         """Sample a token for each request that owns a row.
 
         Args:
-            logits: [num_logits, vocab_size] float32, as the model gave them. They are
-                changed in place where nobody reads them afterwards.
+            outputs: of the step. Their logits are changed in place where nobody reads
+                them afterwards.
             rows: of the step; no request owns more than one.
             apply_grammar: masks what the grammars forbid, in place; None: no grammar.
 
         Returns:
             One token a request, -1 where its row has nothing to choose from.
         """
-        assert len(logits) <= rows.num_reqs, "a request owns several logit rows"
-        if len(logits) == 0:
+        assert len(outputs) <= rows.num_reqs, "a request owns several logit rows"
+        if len(outputs) == 0:
             return no_samples(rows.num_reqs, self._device)
         num_nans = None
         if self.counts_nans:
             num_nans = spread_rows(
-                logits.isnan().sum(dim=-1, dtype=torch.int32), rows.layout, fill=0
+                outputs.logits.isnan().sum(dim=-1, dtype=torch.int32),
+                rows.layout,
+                fill=0,
             )
-        uses = self.find_uses(rows.idx_mapping_np)
-        logprob_rows = self.find_logprob_rows(rows) if uses & Uses.LOGPROBS else None
-        effects = self._effects(rows, apply_grammar, uses)
-        scored = None
-        if logprob_rows is not None and self.is_raw_mode:
-            scored = logprob_rows.select(logits)
-            if effects and scored is logits:
-                scored = logits.clone()
-        for effect in effects:
-            effect(logits)
-        sampled = gumbel_sample(
-            logits,
-            rows.expanded_idx_mapping,
-            self.states.temperature.gpu,
-            self.states.seeds.gpu,
-            rows.positions,
-            is_all_greedy=not uses & Uses.NOISE,
-        )
         logprobs_tensors = None
-        if logprob_rows is not None:
-            if scored is None:
-                scored = logprob_rows.select(logits)
-            logprobs_tensors = self._compute_logprobs(
-                scored, sampled, rows, logprob_rows
+        uses = self.find_uses(rows.idx_mapping_np)
+        if apply_grammar is None and not uses:
+            # Greedy, with no effect on the logits and nobody who reads them.
+            sampled = outputs.argmax()
+        else:
+            sampled, logprobs_tensors = self._sample_rows(
+                outputs.logits, rows, apply_grammar, uses
             )
-        num_rows = self._one_row[: len(logits)]
-        if len(logits) < rows.num_reqs:
+        num_rows = self._one_row[: len(outputs)]
+        if len(outputs) < rows.num_reqs:
             num_rows = torch.diff(rows.layout.cu_num_logits)
         return SamplerOutput(
             spread_rows(sampled, rows.layout, fill=-1).unsqueeze(1),
@@ -344,6 +331,37 @@ class Sampler:
                 sampler_output.num_sampled,
                 self.penalties,
             )
+
+    def _sample_rows(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        apply_grammar: Effect | None,
+        uses: int,
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Return a token a row, and the log-probabilities that are wanted."""
+        logprob_rows = self.find_logprob_rows(rows) if uses & Uses.LOGPROBS else None
+        effects = self._effects(rows, apply_grammar, uses)
+        scored = None
+        if logprob_rows is not None and self.is_raw_mode:
+            scored = logprob_rows.select(logits)
+            if effects and scored is logits:
+                scored = logits.clone()
+        for effect in effects:
+            effect(logits)
+        sampled = gumbel_sample(
+            logits,
+            rows.expanded_idx_mapping,
+            self.states.temperature.gpu,
+            self.states.seeds.gpu,
+            rows.positions,
+            is_all_greedy=not uses & Uses.NOISE,
+        )
+        if logprob_rows is None:
+            return sampled, None
+        if scored is None:
+            scored = logprob_rows.select(logits)
+        return sampled, self._compute_logprobs(scored, sampled, rows, logprob_rows)
 
     def _effects(
         self, rows: SamplingRows, apply_grammar: Effect | None, uses: int

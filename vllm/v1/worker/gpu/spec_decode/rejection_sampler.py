@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.batch_layout import find_owners
 from vllm.v1.worker.gpu.sample.gumbel import greedy_argmax, gumbel_argmax
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import no_samples
+from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 from vllm.v1.worker.gpu.sample.random import Purpose, noise_keys, philox_uniform
 from vllm.v1.worker.gpu.sample.sampler import LogprobRows, Sampler, SamplingRows
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -141,7 +142,7 @@ class RejectionSampler:
 
     def __call__(
         self,
-        logits: torch.Tensor,
+        outputs: OutputRows,
         rows: SamplingRows,
         draft_logits: torch.Tensor | None,
         apply_grammar: GrammarMask | None = None,
@@ -149,8 +150,8 @@ class RejectionSampler:
         """Verify the drafts of every request that owns rows.
 
         Args:
-            logits: [num_logits, vocab_size] float32, as the model gave them. They are
-                changed in place where nobody reads them afterwards.
+            outputs: of the step. Their logits are changed in place where nobody reads
+                them afterwards.
             rows: of the step; `input_ids` holds the drafts, -1 for one that is unknown:
                 it is not accepted.
             draft_logits: as in `rejection_sample`.
@@ -161,37 +162,35 @@ class RejectionSampler:
             the verified layout: every row of a request has them, and those past its
             last token say nothing.
         """
-        if len(logits) == 0:
-            return no_samples(rows.num_reqs, logits.device)
+        if len(outputs) == 0:
+            return no_samples(rows.num_reqs, outputs.device)
         nans_before = None
         if self.sampler.counts_nans:
             # The logits are about to be changed.
-            nans_before = _sum_nans(logits)
-        native = ops.maybe_step_ops()
+            nans_before = _sum_nans(outputs.logits)
         logprob_rows = None
         if (
-            native is not None
-            and not logits.is_cuda
-            and apply_grammar is None
+            apply_grammar is None
             and self._conditional_rates is None
             and not self.sampler.find_uses(rows.idx_mapping_np)
         ):
             # Greedy, with no effect on the logits and nobody who reads them.
-            sampled, num_sampled = native.verify_greedy(
-                logits,
-                rows.input_ids,
-                rows.layout.cu_num_logits,
-                self._max_rows_per_req,
+            sampled, num_sampled = verify_greedy(
+                outputs.argmax(), rows, self._max_rows_per_req
             )
         else:
             logprob_rows = self.sampler.find_logprob_rows(rows)
             sampled, num_sampled = self._rejection_sample(
-                logits, rows, draft_logits, apply_grammar, logprob_rows is not None
+                outputs.logits,
+                rows,
+                draft_logits,
+                apply_grammar,
+                logprob_rows is not None,
             )
         logprobs_tensors = None
         if logprob_rows is not None:
             logprobs_tensors = self._get_logprobs_tensors(
-                sampled, logits, rows, logprob_rows
+                sampled, outputs.logits, rows, logprob_rows
             )
         num_nans = None
         if nans_before is not None:
@@ -277,6 +276,30 @@ class RejectionSampler:
             # The buffer is rewritten by the next step.
             return joined._replace(cu_num_generated_tokens_tensor=boundaries.clone())
         return joined._replace(cu_num_generated_tokens=boundaries)
+
+
+def verify_greedy(
+    token_ids: torch.Tensor, rows: SamplingRows, max_rows_per_req: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Judge drafts by the likeliest tokens, as `rejection_sample` does greedy ones.
+
+    Args:
+        token_ids: [num_logits] int64, the likeliest of each row.
+        rows: of the step.
+        max_rows_per_req: drafts + bonus rows.
+
+    Returns:
+        As `rejection_sample`.
+    """
+    cu_num_logits = rows.layout.cu_num_logits
+    native = ops.maybe_step_ops()
+    if native is not None and not token_ids.is_cuda:
+        return native.verify_greedy(
+            token_ids, rows.input_ids, cu_num_logits, max_rows_per_req
+        )
+    drafts = _drafts_behind(rows)
+    is_accepted = (drafts >= 0) & (drafts == token_ids)
+    return take_accepted_prefix(is_accepted, token_ids, cu_num_logits, max_rows_per_req)
 
 
 def compute_conditional_rates(rates: Sequence[float]) -> list[float]:

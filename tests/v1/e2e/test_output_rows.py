@@ -1,0 +1,91 @@
+"""Which steps compute whole rows of logits, and that nobody's tokens depend on it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.v1.e2e.tiny_engine import TinyEngine
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.dense_decoder import DenseCausalLM
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = ["abcabcabc", "xyzzy", "hello hello"]
+WHOLE_ROWS = {
+    "logprobs": SamplingParams(temperature=0.0, logprobs=1, max_tokens=30),
+    "draws": SamplingParams(seed=1, max_tokens=30, ignore_eos=True),
+    "penalties": SamplingParams(
+        temperature=0.0, repetition_penalty=1.2, max_tokens=30, ignore_eos=True
+    ),
+    "grammar": SamplingParams(
+        temperature=0.0,
+        max_tokens=30,
+        structured_outputs=StructuredOutputsParams(regex="[a-f]{28}"),
+    ),
+}
+
+needs_ops = pytest.mark.skipif(not ops.has_cpu_ops(), reason="the twins write logits")
+
+
+@pytest.fixture(scope="module", params=[None, NGRAM], ids=["plain", "ngram"])
+def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[TinyEngine]:
+    engine = TinyEngine(model, speculative_config=request.param)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def num_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of logits that were computed, a number for each time."""
+    numbers: list[int] = []
+    compute_logits = DenseCausalLM.compute_logits
+
+    def counted(model: DenseCausalLM, hidden_states: torch.Tensor) -> torch.Tensor:
+        numbers.append(len(hidden_states))
+        return compute_logits(model, hidden_states)
+
+    monkeypatch.setattr(DenseCausalLM, "compute_logits", counted)
+    return numbers
+
+
+@needs_ops
+def test_a_step_of_greedy_requests_computes_no_logits(engine, num_rows):
+    outputs = engine.run([(prompt, GREEDY) for prompt in PROMPTS])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [24] * 3
+    assert num_rows == []
+
+
+@pytest.mark.parametrize("reader", WHOLE_ROWS)
+def test_a_request_that_needs_whole_rows_changes_no_token_of_others(
+    engine, num_rows, reader
+):
+    alone = engine.run([(prompt, GREEDY) for prompt in PROMPTS])
+    requests = [("abab", WHOLE_ROWS[reader])]
+    # A grammar that has to be compiled would come after the others.
+    engine.run(requests)
+    num_rows.clear()
+    requests += [(prompt, GREEDY) for prompt in PROMPTS]
+    _, *beside = engine.run(requests)
+    assert max(num_rows) >= len(requests)
+    assert [one.outputs[0].token_ids for one in beside] == [
+        one.outputs[0].token_ids for one in alone
+    ]
+
+
+def test_prompt_logprobs_read_rows_of_their_own(engine, num_rows):
+    params = GREEDY.clone()
+    [plain] = engine.run([(PROMPTS[0], params)])
+    num_rows.clear()
+    params.prompt_logprobs = 1
+    [shown] = engine.run([(PROMPTS[0], params)])
+    assert shown.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert len(shown.prompt_logprobs) == len(shown.prompt_token_ids)
+    assert num_rows

@@ -1,0 +1,34 @@
+"""Output layers that say what was asked of them."""
+
+import torch
+
+from vllm.v1.worker.gpu.sample.gumbel import greedy_argmax
+from vllm.v1.worker.gpu.sample.output_rows import OutputRows
+
+
+class OutputLayer:
+    """A model whose hidden states are its logits.
+
+    Args:
+        finds_argmax: whether it can without writing them.
+    """
+
+    def __init__(self, *, finds_argmax: bool = False) -> None:
+        self.finds_argmax = finds_argmax
+        # Of the passes, in their order.
+        self.passes: list[str] = []
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.passes.append("logits")
+        return hidden_states
+
+    def maybe_compute_argmax(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        if not self.finds_argmax:
+            return None
+        self.passes.append("argmax")
+        return greedy_argmax(hidden_states)
+
+
+def rows_of(logits: torch.Tensor) -> OutputRows:
+    """Return rows with these logits, which are changed where they may be."""
+    return OutputRows(OutputLayer(), logits)
