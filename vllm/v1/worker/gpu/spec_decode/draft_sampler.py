@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm._cpu_ops_drafter import BlockDraws
 from vllm.config import SpeculativeConfig
 from vllm.model_executor.layers.draft_vocab import DraftVocab
 from vllm.v1.worker.gpu.buffer_utils import to_device
@@ -125,6 +126,20 @@ class DraftSampler:
         )
         is_greedy = states.temperature.gpu[idx_mapping] == 0
         return Draws(idx_mapping, keys.view(num_drafts, -1), is_greedy.to(torch.uint8))
+
+    def for_block(self, draws: Draws | None) -> BlockDraws | None:
+        """Return what one operation needs that draws all drafts as `sample` does."""
+        if draws is None:
+            return None
+        assert self.draft_logits is not None, "something is drawn"
+        temperature = self._states.temperature.gpu
+        return BlockDraws(
+            draws.idx_mapping,
+            temperature,
+            draws.keys,
+            draws.is_greedy,
+            self.draft_logits,
+        )
 
     def sample(
         self, logits: torch.Tensor, step: int, draws: Draws | None
