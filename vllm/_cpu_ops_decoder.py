@@ -104,8 +104,8 @@ class FusedLayers:
         self._linears = LinearDescriptions(ops)
         described = [self._describe(layer) for layer in layers]
         self._layers = (_Layer * len(layers))(*described)
-        self._kv_caches: list[torch.Tensor | None] = [None] * len(layers)
-        self._cache_addresses = (c_void_p * len(layers))()
+        shape = self._shape
+        self._caches = CacheAddresses(len(layers), shape.num_kv_heads, shape.head_size)
 
     def run(
         self,
@@ -173,7 +173,7 @@ class FusedLayers:
     @property
     def cache_addresses(self) -> int:
         """Where the addresses of the caches are that the last step was described on."""
-        return addressof(self._cache_addresses)
+        return self._caches.address
 
     def describe_step(
         self,
@@ -189,7 +189,7 @@ class FusedLayers:
         num_tokens, num_reqs = positions.shape[0], seq_lens.shape[0]
         if block_table.shape[0] < num_reqs:
             raise ValueError("each request needs its blocks")
-        self._bind(kv_caches)
+        self._caches.bind(kv_caches)
         _, num_blocks, _, block_size, _ = kv_caches[0].shape
         return Step(
             address_of(positions, (num_tokens,), torch.int64),
@@ -216,22 +216,6 @@ class FusedLayers:
         step.taps = address_of(taps, (num_taps, step.num_tokens, self._hidden_size))
         step.tap_layer_ids = (c_int64 * num_taps)(*tap_layer_ids)
         step.num_taps = num_taps
-
-    def _bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Know the caches' addresses; they are the same in every step."""
-        if all(map(is_, kv_caches, self._kv_caches)):
-            return
-        shape = self._shape
-        width = -(-shape.head_size // 16) * 16
-        _, num_blocks, _, block_size, _ = kv_caches[0].shape
-        expected = (2, num_blocks, shape.num_kv_heads, block_size, width)
-        if len(kv_caches) != len(self._weights) or block_size % 16:
-            raise ValueError("each layer needs a cache of whole blocks of 16 tokens")
-        is_half = kv_caches[0].dtype is torch.float16
-        dtype = torch.float16 if is_half else torch.float32
-        for index, cache in enumerate(kv_caches):
-            self._cache_addresses[index] = address_of(cache, expected, dtype)
-        self._kv_caches = list(kv_caches)
 
     def _describe(self, layer: DecoderLayerWeights) -> "_Layer":
         hidden_size = self._hidden_size
@@ -270,6 +254,42 @@ class FusedLayers:
 
     def _linear(self, linear: LinearWeights, size: int, num_columns: int) -> "Linear":
         return self._linears.describe(linear, size, num_columns)
+
+
+class CacheAddresses:
+    """Where the caches of some layers are: the same places in every step.
+
+    Args:
+        num_layers: of one shape.
+        num_kv_heads: key and value heads.
+        head_size: of all heads.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_size: int) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._width = -(-head_size // 16) * 16
+        self._kv_caches: list[torch.Tensor | None] = [None] * num_layers
+        self._addresses = (c_void_p * num_layers)()
+        self.address = addressof(self._addresses)
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Know the addresses of these caches.
+
+        Raises:
+            ValueError: they are not of one `cpu_kv_cache_shape` and dtype.
+        """
+        is_known = len(kv_caches) == len(self._kv_caches)
+        if is_known and all(map(is_, kv_caches, self._kv_caches)):
+            return
+        _, num_blocks, _, block_size, _ = kv_caches[0].shape
+        expected = (2, num_blocks, self._num_kv_heads, block_size, self._width)
+        if len(kv_caches) != len(self._addresses) or block_size % 16:
+            raise ValueError("each layer needs a cache of whole blocks of 16 tokens")
+        is_half = kv_caches[0].dtype is torch.float16
+        dtype = torch.float16 if is_half else torch.float32
+        for index, cache in enumerate(kv_caches):
+            self._addresses[index] = address_of(cache, expected, dtype)
+        self._kv_caches = list(kv_caches)
 
 
 class LinearDescriptions:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm._cpu_ops_decoder import (
+    CacheAddresses,
     DecoderLayerWeights,
     FusedLayers,
     Linear,
@@ -142,6 +143,7 @@ class FusedContextWriter:
         if rotary_dim > head_size:
             raise ValueError(f"cannot rotate {rotary_dim} of {head_size} dimensions")
         kv_size = weights.num_kv_heads * head_size
+        self._caches = CacheAddresses(num_layers, weights.num_kv_heads, head_size)
         self._k_norms = (c_void_p * num_layers)(
             *(
                 None if norm is None else address_of(norm, (head_size,))
@@ -186,14 +188,8 @@ class FusedContextWriter:
         tap_size = weights.fc.size // len(taps)
         if tap_size * len(taps) != weights.fc.size:
             raise ValueError(f"{len(taps)} taps for {weights.fc.size} inputs")
-        if len(kv_caches) != len(weights.k_norms):
-            raise ValueError("each layer needs a cache")
+        self._caches.bind(kv_caches)
         _, num_blocks, _, block_size, _ = kv_caches[0].shape
-        width = -(-weights.head_size // 16) * 16
-        shape = 2, num_blocks, weights.num_kv_heads, block_size, width
-        is_half = kv_caches[0].dtype is torch.float16
-        dtype = torch.float16 if is_half else torch.float32
-        caches = [address_of(cache, shape, dtype) for cache in kv_caches]
         tap_addresses = [address_of(tap, (num_tokens, tap_size)) for tap in taps]
         context = _Context(
             (c_void_p * len(taps))(*tap_addresses),
@@ -203,13 +199,11 @@ class FusedContextWriter:
             num_tokens,
             num_blocks,
             block_size,
-            is_half,
+            kv_caches[0].dtype is torch.float16,
         )
         raise_if_outside(
             self._ops.write_context(
-                addressof(self._writer),
-                addressof(context),
-                addressof((c_void_p * len(caches))(*caches)),
+                addressof(self._writer), addressof(context), self._caches.address
             )
         )
 

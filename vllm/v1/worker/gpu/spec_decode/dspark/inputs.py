@@ -1,6 +1,7 @@
 """Where a drafter of blocks writes its context, and what its blocks read."""
 
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import torch
 
@@ -28,6 +29,11 @@ class BlockShape:
     mask_token_id: int
     block_size: int
     max_len: int
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return astuple(self)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def lay_out_blocks(
             block_rows,
             idx_mapping,
             num_blocks,
-            *astuple(shape),
+            *shape.numbers,
         )
     )
 

@@ -164,9 +164,17 @@ class DSparkSpeculator(Speculator):
         rows_np = find_drafting_rows(batch, self._req_states)
         if not len(rows_np):
             return None
-        rows = to_device(rows_np, self._device)
-        is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
-        return self._complete(batch, rows, self._draft(batch, rows, is_all_greedy))
+        rows, idx_mapping_np, idx_mapping = (
+            None,
+            batch.idx_mapping_np,
+            batch.idx_mapping,
+        )
+        if len(rows_np) < batch.num_reqs:
+            rows = to_device(rows_np, self._device)
+            idx_mapping_np, idx_mapping = idx_mapping_np[rows_np], idx_mapping[rows]
+        is_all_greedy = self._sampler.prepare(idx_mapping_np)
+        drafted = self._draft(batch.max_seq_len, idx_mapping, is_all_greedy)
+        return self._complete(batch, rows, drafted)
 
     def write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
         self._queue_context(batch, taps)
@@ -196,14 +204,15 @@ class DSparkSpeculator(Speculator):
         self._queue.add(Context(taps, batch.positions, slot_mapping))
 
     def _draft(
-        self, batch: InputBatch, rows: torch.Tensor, is_all_greedy: bool
+        self, max_seq_len: int, idx_mapping: torch.Tensor, is_all_greedy: bool
     ) -> ScoredDrafts:
-        """Return the drafts of these requests of the batch."""
-        states, table = self._req_states, self._block_table
-        is_whole = len(rows) == batch.num_reqs
-        idx_mapping = batch.idx_mapping if is_whole else batch.idx_mapping[rows]
-        shape = self._block_shape
-        max_seq_len = min(batch.max_seq_len + shape.num_slots, self._max_len)
+        """Return the drafts of these request rows, [R] int32.
+
+        Args:
+            max_seq_len: no context of them is longer.
+        """
+        states, table, shape = self._req_states, self._block_table, self._block_shape
+        max_seq_len = min(max_seq_len + shape.num_slots, self._max_len)
         inputs = lay_out_blocks(
             states.all_token_ids.gpu,
             states.num_computed_tokens.gpu,
