@@ -63,6 +63,7 @@ _SHORT = {
     "vllm_expected_gains": "piiipip:i",
     "vllm_correct_costs": "ppppiidddddd:d",
     "vllm_noise_keys": "pppiip:",
+    "vllm_block_noise_keys": "ppippiiiip:i",
 }
 _LONG = {
     "vllm_pack_weight": "piiip:",

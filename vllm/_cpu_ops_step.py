@@ -413,6 +413,34 @@ class StepOps:
         )
         return keys
 
+    def block_noise_keys(
+        self,
+        seeds: torch.Tensor,
+        is_seeded: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        anchors: torch.Tensor,
+        num_steps: int,
+        target_purpose: int,
+        draft_purpose: int,
+    ) -> torch.Tensor:
+        (max_num_reqs,), (num_reqs,) = seeds.shape, idx_mapping.shape
+        keys = torch.empty((num_steps, num_reqs), dtype=torch.int64)
+        failed = self._c.block_noise_keys(
+            _address(seeds, max_num_reqs, torch.int64),
+            _address(is_seeded, max_num_reqs, torch.bool),
+            max_num_reqs,
+            _address(idx_mapping, num_reqs, torch.int32),
+            _address(anchors, num_reqs, torch.int64),
+            num_reqs,
+            num_steps,
+            int(target_purpose),
+            int(draft_purpose),
+            keys.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+        return keys
+
     def apply_temperature(
         self,
         logits: torch.Tensor,

@@ -293,6 +293,11 @@ VLLM_API double vllm_correct_costs(double* log_factors, double* covariance,
 VLLM_API void vllm_noise_keys(const int64_t* seeds, const int64_t* positions,
                               const int64_t* anchor_positions, int64_t purpose,
                               int64_t num_keys, int64_t* keys);
+VLLM_API int64_t vllm_block_noise_keys(const int64_t* seeds, const uint8_t* is_seeded,
+                                       int64_t max_num_reqs, const int32_t* idx_mapping,
+                                       const int64_t* anchors, int64_t num_reqs,
+                                       int64_t num_steps, int64_t target_purpose,
+                                       int64_t draft_purpose, int64_t* keys);
 VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
                                   float* out);
 VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,
