@@ -101,11 +101,11 @@ class FusedLayers:
         self._weights = tuple(layers)
         self._shape = layers[0]
         self._hidden_size = layers[0].qkv.size
-        self._parts: list[ctypes.Array[_Weight]] = []
+        self._linears = LinearDescriptions(ops)
         described = [self._describe(layer) for layer in layers]
         self._layers = (_Layer * len(layers))(*described)
-        self._kv_caches: list[torch.Tensor | None] = [None] * len(layers)
-        self._cache_addresses = (c_void_p * len(layers))()
+        shape = self._shape
+        self._caches = CacheAddresses(len(layers), shape.num_kv_heads, shape.head_size)
 
     def run(
         self,
@@ -139,63 +139,83 @@ class FusedLayers:
             IndexError: a position, slot or block is outside; nothing was changed.
             ValueError: shapes do not belong together, or there is no such layer.
         """
-        num_tokens, num_reqs = positions.shape[0], seq_lens.shape[0]
+        num_tokens = positions.shape[0]
         if stream.shape != (num_tokens, self._hidden_size):
             raise ValueError(
                 f"the stream has shape {tuple(stream.shape)} for {num_tokens} tokens "
                 f"of {self._hidden_size}"
             )
-        if not all(0 <= tap <= len(self._layers) for tap in tap_layer_ids):
-            raise ValueError(f"there are no layers to tap at {tap_layer_ids}")
-        self._bind(kv_caches)
+        step = self.describe_step(
+            positions,
+            kv_caches,
+            slot_mapping,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            is_causal,
+        )
+        self._add_taps(step, tap_layer_ids, taps)
+        outside = self._ops.decoder_layers(
+            self.address,
+            len(self._layers),
+            addressof(step),
+            _rows_address(stream, torch.float32),
+            stream.stride()[0],
+            self.cache_addresses,
+        )
+        raise_if_outside(outside)
+
+    @property
+    def address(self) -> int:
+        """Where the described layers are."""
+        return addressof(self._layers)
+
+    @property
+    def cache_addresses(self) -> int:
+        """Where the addresses of the caches are that the last step was described on."""
+        return self._caches.address
+
+    def describe_step(
+        self,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        is_causal: bool,
+    ) -> "Step":
+        """Return a step without taps; arguments and errors as those of `run`."""
+        num_tokens, num_reqs = positions.shape[0], seq_lens.shape[0]
+        if block_table.shape[0] < num_reqs:
+            raise ValueError("each request needs its blocks")
+        self._caches.bind(kv_caches)
         _, num_blocks, _, block_size, _ = kv_caches[0].shape
-        step = _Step(
-            _address(positions, (num_tokens,), torch.int64),
-            _address(slot_mapping, (num_tokens,), torch.int64),
+        return Step(
+            address_of(positions, (num_tokens,), torch.int64),
+            address_of(slot_mapping, (num_tokens,), torch.int64),
             _rows_address(block_table, torch.int32),
             block_table.stride()[0],
             block_table.shape[1],
-            _address(query_start_loc, (num_reqs + 1,), torch.int32),
-            _address(seq_lens, (num_reqs,), torch.int32),
+            address_of(query_start_loc, (num_reqs + 1,), torch.int32),
+            address_of(seq_lens, (num_reqs,), torch.int32),
             num_tokens,
             num_reqs,
             num_blocks,
             block_size,
             is_causal,
             kv_caches[0].dtype is torch.float16,
-            _address(taps, (len(tap_layer_ids), num_tokens, self._hidden_size)),
-            (c_int64 * len(tap_layer_ids))(*tap_layer_ids),
-            len(tap_layer_ids),
         )
-        if block_table.shape[0] < num_reqs:
-            raise ValueError("each request needs its blocks")
-        outside = self._ops.decoder_layers(
-            addressof(self._layers),
-            len(self._layers),
-            addressof(step),
-            _rows_address(stream, torch.float32),
-            stream.stride()[0],
-            addressof(self._cache_addresses),
-        )
-        if outside:
-            what = ("position", "slot", "block")[outside - 1]
-            raise IndexError(f"a {what} of the step is outside")
 
-    def _bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Know the caches' addresses; they are the same in every step."""
-        if all(map(is_, kv_caches, self._kv_caches)):
-            return
-        shape = self._shape
-        width = -(-shape.head_size // 16) * 16
-        _, num_blocks, _, block_size, _ = kv_caches[0].shape
-        expected = (2, num_blocks, shape.num_kv_heads, block_size, width)
-        if len(kv_caches) != len(self._weights) or block_size % 16:
-            raise ValueError("each layer needs a cache of whole blocks of 16 tokens")
-        is_half = kv_caches[0].dtype is torch.float16
-        dtype = torch.float16 if is_half else torch.float32
-        for index, cache in enumerate(kv_caches):
-            self._cache_addresses[index] = _address(cache, expected, dtype)
-        self._kv_caches = list(kv_caches)
+    def _add_taps(
+        self, step: "Step", tap_layer_ids: Sequence[int], taps: torch.Tensor
+    ) -> None:
+        if not all(0 <= tap <= len(self._layers) for tap in tap_layer_ids):
+            raise ValueError(f"there are no layers to tap at {tap_layer_ids}")
+        num_taps = len(tap_layer_ids)
+        step.taps = address_of(taps, (num_taps, step.num_tokens, self._hidden_size))
+        step.tap_layer_ids = (c_int64 * num_taps)(*tap_layer_ids)
+        step.num_taps = num_taps
 
     def _describe(self, layer: DecoderLayerWeights) -> "_Layer":
         hidden_size = self._hidden_size
@@ -218,11 +238,11 @@ class FusedLayers:
             self._linear(layer.o, q_size, hidden_size),
             self._linear(layer.gate_up, hidden_size, 2 * inner),
             self._linear(layer.down, inner, hidden_size),
-            _address(layer.input_norm, (hidden_size,)),
-            _address(layer.post_norm, (hidden_size,)),
-            None if layer.q_norm is None else _address(layer.q_norm, head),
-            None if layer.k_norm is None else _address(layer.k_norm, head),
-            _address(layer.cos_sin_cache, (num_positions, rotary_dim)),
+            address_of(layer.input_norm, (hidden_size,)),
+            address_of(layer.post_norm, (hidden_size,)),
+            None if layer.q_norm is None else address_of(layer.q_norm, head),
+            None if layer.k_norm is None else address_of(layer.k_norm, head),
+            address_of(layer.cos_sin_cache, (num_positions, rotary_dim)),
             num_positions,
             rotary_dim,
             layer.num_heads,
@@ -232,7 +252,63 @@ class FusedLayers:
             layer.scale,
         )
 
-    def _linear(self, linear: LinearWeights, size: int, num_columns: int) -> "_Linear":
+    def _linear(self, linear: LinearWeights, size: int, num_columns: int) -> "Linear":
+        return self._linears.describe(linear, size, num_columns)
+
+
+class CacheAddresses:
+    """Where the caches of some layers are: the same places in every step.
+
+    Args:
+        num_layers: of one shape.
+        num_kv_heads: key and value heads.
+        head_size: of all heads.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_size: int) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._width = -(-head_size // 16) * 16
+        self._kv_caches: list[torch.Tensor | None] = [None] * num_layers
+        self._addresses = (c_void_p * num_layers)()
+        self.address = addressof(self._addresses)
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Know the addresses of these caches.
+
+        Raises:
+            ValueError: they are not of one `cpu_kv_cache_shape` and dtype.
+        """
+        is_known = len(kv_caches) == len(self._kv_caches)
+        if is_known and all(map(is_, kv_caches, self._kv_caches)):
+            return
+        _, num_blocks, _, block_size, _ = kv_caches[0].shape
+        expected = (2, num_blocks, self._num_kv_heads, block_size, self._width)
+        if len(kv_caches) != len(self._addresses) or block_size % 16:
+            raise ValueError("each layer needs a cache of whole blocks of 16 tokens")
+        is_half = kv_caches[0].dtype is torch.float16
+        dtype = torch.float16 if is_half else torch.float32
+        for index, cache in enumerate(kv_caches):
+            self._addresses[index] = address_of(cache, expected, dtype)
+        self._kv_caches = list(kv_caches)
+
+
+class LinearDescriptions:
+    """Describes packed weights, and keeps what the descriptions point to.
+
+    Args:
+        ops: that packed the weights.
+    """
+
+    def __init__(self, ops: NativeOps) -> None:
+        self._ops = ops
+        self._kept: list[tuple[LinearWeights, ctypes.Array[_Weight]]] = []
+
+    def describe(self, linear: LinearWeights, size: int, num_columns: int) -> "Linear":
+        """Return a weight of these sizes.
+
+        Raises:
+            ValueError: it has others.
+        """
         columns = [part.num_columns for part in linear.parts]
         if linear.size != size or sum(columns) != num_columns:
             raise ValueError(
@@ -241,7 +317,7 @@ class FusedLayers:
             )
         bias = None
         if linear.bias is not None:
-            bias = _address(linear.bias, (num_columns,))
+            bias = address_of(linear.bias, (num_columns,))
         parts = []
         for part in linear.parts:
             weight_format = self._ops.check_packed(
@@ -252,11 +328,18 @@ class FusedLayers:
             if bias is not None:
                 bias += part.num_columns * 4
         array = (_Weight * len(parts))(*parts)
-        self._parts.append(array)
-        return _Linear(array, len(parts), size)
+        self._kept.append((linear, array))
+        return Linear(array, len(parts), size)
 
 
-def _address(
+def raise_if_outside(code: int) -> None:
+    """Raise what `vllm_decoder_layers` has found."""
+    if code:
+        what = ("position", "slot", "block", "token")[code - 1]
+        raise IndexError(f"a {what} of the step is outside")
+
+
+def address_of(
     x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> int:
     """Return where x lies, which must be contiguous values of the shape."""
@@ -283,7 +366,7 @@ class _Weight(Structure):
     )
 
 
-class _Linear(Structure):
+class Linear(Structure):
     _fields_ = (
         ("parts", POINTER(_Weight)),
         ("num_parts", c_int64),
@@ -293,10 +376,10 @@ class _Linear(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        ("qkv", _Linear),
-        ("o", _Linear),
-        ("gate_up", _Linear),
-        ("down", _Linear),
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
         ("input_norm", c_void_p),
         ("post_norm", c_void_p),
         ("q_norm", c_void_p),
@@ -312,7 +395,7 @@ class _Layer(Structure):
     )
 
 
-class _Step(Structure):
+class Step(Structure):
     _fields_ = (
         ("positions", c_void_p),
         ("slot_mapping", c_void_p),

@@ -45,7 +45,7 @@ _SHORT = {
     "vllm_rotary_embedding": "ppiipiipiiii:i",
     "vllm_reshape_and_cache": "pipipipiiiii:i",
     "vllm_context_slots": "piippppiiiip:i",
-    "vllm_lay_out_blocks": "ppiiipiiipppp:i",
+    "vllm_lay_out_blocks": "ppppiiiiiiiiiiippppppppp:i",
     "vllm_gather_inputs": "piippippipippp:i",
     "vllm_expand_logit_rows": "pppipiipppp:i",
     "vllm_gather_rows": "piipiip:i",
@@ -56,7 +56,7 @@ _SHORT = {
     "vllm_take_accepted_prefix": "ppipiipp:i",
     "vllm_post_update": "pippppipiipp:i",
     "vllm_admit_drafts": "piippiip:i",
-    "vllm_read_curves": "ppiipiipppiiffiipp:i",
+    "vllm_read_curves": "ppiippiipppiiffiipp:i",
     "vllm_count_outcomes": "pipiipppiii:i",
     "vllm_record_confidences": "pppiiip:i",
     "vllm_read_rounds": "ppipipipipip:i",
@@ -64,6 +64,7 @@ _SHORT = {
     "vllm_expected_gains": "piiipip:i",
     "vllm_correct_costs": "ppppiidddddd:d",
     "vllm_noise_keys": "pppiip:",
+    "vllm_block_noise_keys": "ppippiiiip:i",
 }
 _LONG = {
     "vllm_pack_weight": "piiip:",
@@ -73,9 +74,10 @@ _LONG = {
     "vllm_quantized_select": "piiipip:i",
     "vllm_quantized_linear": "pipippiii:",
     "vllm_linear_argmax": "pipipiiip:",
-    "vllm_likeliest_walk": "ppipippiiiipp:i",
     "vllm_paged_attention": "pipipipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
+    "vllm_write_context": "ppp:i",
+    "vllm_draft_blocks": "pppp:i",
     "vllm_philox_uniform": "piip:",
     "vllm_greedy_argmax": "piiip:",
     "vllm_gumbel_argmax": "pippiip:",
@@ -256,6 +258,14 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
                 layers, num_layers, step, stream, stream_stride, kv_caches
             )
         )
+
+    def write_context(self, writer: int, context: int, kv_caches: int) -> int:
+        """Run what the addresses are of; 0, or which index is outside."""
+        return int(self._c.write_context(writer, context, kv_caches))
+
+    def draft_blocks(self, drafter: int, step: int, kv_caches: int, drafts: int) -> int:
+        """Run what the addresses are of; 0, or which index is outside."""
+        return int(self._c.draft_blocks(drafter, step, kv_caches, drafts))
 
     def rms_norm(
         self,

@@ -131,44 +131,6 @@ class QuantizedOps:
             raise IndexError(f"a row is not in [0, {num_columns})")
         return out
 
-    def likeliest_walk(
-        self,
-        logits: torch.Tensor,
-        table: torch.Tensor,
-        packed: torch.Tensor,
-        quant_type: str,
-        first_ids: torch.Tensor,
-        column_ids: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_steps, num_rows, num_columns = logits.shape
-        num_ids, rank = table.shape
-        self._check_quantized(packed, quant_type, num_columns, rank)
-        check_vector(logits, num_steps)
-        check_vector(table, num_ids)
-        check_vector(first_ids, num_rows, torch.int64)
-        if column_ids is not None:
-            check_vector(column_ids, num_columns, torch.int64)
-        embeddings = torch.empty((num_rows, num_steps, rank))
-        out = torch.empty((num_rows, num_steps), dtype=torch.int64)
-        failed = self._c.likeliest_walk(
-            logits.data_ptr(),
-            table.data_ptr(),
-            num_ids,
-            packed.data_ptr(),
-            QUANTIZED_FORMATS[quant_type],
-            first_ids.data_ptr(),
-            None if column_ids is None else column_ids.data_ptr(),
-            num_steps,
-            num_rows,
-            num_columns,
-            rank,
-            embeddings.data_ptr(),
-            out.data_ptr(),
-        )
-        if failed:
-            raise IndexError(f"a token is not in [0, {num_ids})")
-        return out, embeddings
-
     def _empty_quantized(
         self, quant_type: str, num_columns: int, size: int
     ) -> torch.Tensor:

@@ -159,36 +159,51 @@ class StepOps:
 
     def lay_out_blocks(
         self,
-        anchor_ids: torch.Tensor,
-        anchor: torch.Tensor,
+        all_token_ids: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        block_rows: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        num_blocks: int,
         num_slots: int,
+        num_silent: int,
+        max_drafts: int,
         mask_token_id: int,
-        block_table: torch.Tensor,
         block_size: int,
         max_len: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_reqs, max_blocks = block_table.shape
-        outputs = torch.empty((3, num_reqs * num_slots), dtype=torch.int64)
-        input_ids, positions, slots = outputs.unbind()
-        seq_lens = torch.empty(num_reqs, dtype=torch.int32)
+    ) -> tuple[torch.Tensor, ...]:
+        max_num_reqs, max_model_len = all_token_ids.shape
+        max_blocks, (num_reqs,) = block_rows.shape[1], idx_mapping.shape
+        if num_blocks > max_blocks:
+            raise IndexError(f"{num_blocks} of {max_blocks} blocks")
+        num_tokens = num_reqs * num_slots
+        # Two allocations in place of nine: each costs more than all that is computed.
+        sizes = [num_reqs] * 2 + [num_tokens] * 3
+        longs = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
+        sizes = [num_reqs + 1, num_reqs, num_reqs, num_reqs * num_blocks]
+        ints = torch.empty(sum(sizes), dtype=torch.int32).split(sizes)
+        *ints, block_table = ints
+        outputs = (*longs, *ints, block_table.view(num_reqs, num_blocks))
         failed = self._c.lay_out_blocks(
-            _address(anchor_ids, num_reqs, torch.int64),
-            _address(anchor, num_reqs, torch.int64),
+            _address(all_token_ids, max_num_reqs, torch.int32),
+            _address(num_computed_tokens, max_num_reqs, torch.int32),
+            _address(block_rows, max_num_reqs, torch.int32),
+            _address(idx_mapping, num_reqs, torch.int32),
+            max_num_reqs,
+            max_model_len,
+            max_blocks,
             num_reqs,
             num_slots,
+            num_silent,
+            max_drafts,
             mask_token_id,
-            _address(block_table, num_reqs, torch.int32),
-            max_blocks,
             block_size,
             max_len,
-            input_ids.data_ptr(),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            seq_lens.data_ptr(),
+            num_blocks,
+            *(output.data_ptr() for output in outputs),
         )
         if failed:
-            raise IndexError("a position has no block")
-        return input_ids, positions, slots, seq_lens
+            raise IndexError("a request has no row, or a position no block")
+        return outputs
 
     def add_and_sum(
         self, counts: torch.Tensor, admitted: torch.Tensor
@@ -303,6 +318,7 @@ class StepOps:
         self,
         curves: torch.Tensor,
         scores: torch.Tensor,
+        num_drafts: torch.Tensor,
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         is_seeded: torch.Tensor,
@@ -310,24 +326,27 @@ class StepOps:
         low: float,
         knots_per_unit: float,
         parts: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_reqs, num_drafts = scores.shape
+        marks: torch.Tensor,
+    ) -> torch.Tensor:
+        num_reqs, max_drafts = scores.shape
         (max_num_reqs,), num_kinds = temperature.shape, curves.shape[0]
-        if scores.dtype is not torch.float32 or curves.shape[1] != num_drafts:
+        if scores.dtype is not torch.float32 or curves.shape[1] != max_drafts:
             raise ValueError(
                 f"{tuple(scores.shape)} scores in {scores.dtype} for curves of "
                 f"{tuple(curves.shape)}"
             )
-        probs = torch.empty((num_reqs, num_drafts))
-        marks = torch.empty((num_reqs, num_drafts), dtype=torch.int32)
+        if marks.shape != (max_num_reqs, max_drafts):
+            raise ValueError(f"marks of {tuple(marks.shape)}")
+        probs = torch.empty((num_reqs, max_drafts))
         failed = self._c.read_curves(
             # A curve a draft, for each way to verify, with a grammar and without.
             _address(curves, num_kinds, torch.float32),
             scores.data_ptr(),
             *scores.stride(),
+            _address(num_drafts, num_reqs, torch.int32),
             _address(idx_mapping, num_reqs, torch.int32),
             num_reqs,
-            num_drafts,
+            max_drafts,
             _address(temperature, max_num_reqs, torch.float32),
             _address(is_seeded, max_num_reqs, torch.bool),
             _address(is_constrained, max_num_reqs, torch.bool),
@@ -338,11 +357,11 @@ class StepOps:
             curves.shape[2],
             parts,
             probs.data_ptr(),
-            marks.data_ptr(),
+            _address(marks, max_num_reqs, torch.int32),
         )
         if failed:
             raise IndexError(f"a request row is not in [0, {max_num_reqs})")
-        return probs, marks
+        return probs
 
     def count_outcomes(
         self,
@@ -392,6 +411,34 @@ class StepOps:
             num_keys,
             keys.data_ptr(),
         )
+        return keys
+
+    def block_noise_keys(
+        self,
+        seeds: torch.Tensor,
+        is_seeded: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        anchors: torch.Tensor,
+        num_steps: int,
+        target_purpose: int,
+        draft_purpose: int,
+    ) -> torch.Tensor:
+        (max_num_reqs,), (num_reqs,) = seeds.shape, idx_mapping.shape
+        keys = torch.empty((num_steps, num_reqs), dtype=torch.int64)
+        failed = self._c.block_noise_keys(
+            _address(seeds, max_num_reqs, torch.int64),
+            _address(is_seeded, max_num_reqs, torch.bool),
+            max_num_reqs,
+            _address(idx_mapping, num_reqs, torch.int32),
+            _address(anchors, num_reqs, torch.int64),
+            num_reqs,
+            num_steps,
+            int(target_purpose),
+            int(draft_purpose),
+            keys.data_ptr(),
+        )
+        if failed:
+            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
         return keys
 
     def apply_temperature(

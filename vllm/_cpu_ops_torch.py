@@ -126,25 +126,6 @@ def quantized_select(
     return packed[ids]
 
 
-def likeliest_walk(
-    logits: torch.Tensor,
-    table: torch.Tensor,
-    packed: torch.Tensor,
-    quant_type: str,
-    first_ids: torch.Tensor,
-    column_ids: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, embeddings = [first_ids], []
-    for values in logits:
-        embeddings.append(table[ids[-1]])
-        bias = quantized_linear(
-            embeddings[-1], packed, quant_type, values.shape[1], None
-        )
-        best = (values + bias).nan_to_num(-torch.inf, torch.inf).argmax(dim=-1)
-        ids.append(best if column_ids is None else column_ids[best])
-    return torch.stack(ids[1:], dim=1), torch.stack(embeddings, dim=1)
-
-
 def _unpack_quantized(
     packed: torch.Tensor, quant_type: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,6 +14,12 @@ import torch
 from vllm import _cpu_ops_torch
 from vllm._cpu_ops_budget import BudgetOps
 from vllm._cpu_ops_decoder import DecoderLayerWeights, FusedLayers
+from vllm._cpu_ops_drafter import (
+    BlockDrafterWeights,
+    ContextWeights,
+    FusedBlockDrafter,
+    FusedContextWriter,
+)
 from vllm._cpu_ops_native import NativeOps, maybe_load_native_ops
 from vllm._cpu_ops_step import StepOps
 
@@ -218,42 +224,6 @@ def quantized_select(
     return _packer(packed).quantized_select(packed, quant_type, num_columns, size, ids)
 
 
-def likeliest_walk(
-    logits: torch.Tensor,
-    table: torch.Tensor,
-    packed: torch.Tensor,
-    quant_type: str,
-    first_ids: torch.Tensor,
-    column_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the likeliest token of step after step, each knowing the one before.
-
-    A step's logits are what is given plus `quantized_linear` of the table's row of the
-    token before. Ties go to the lowest column; NaN is never chosen, and a row of
-    nothing else gives column 0.
-
-    Args:
-        logits: [K, R, N] float32, of R walks of K steps.
-        table: [num_ids, rank] float32, a row a token.
-        packed: a weight [N, rank] from `pack_blocks` or `pack_int8`.
-        quant_type: of the weight.
-        first_ids: [R] int64, tokens before the first step.
-        column_ids: [N] int64, the tokens that the columns stand for; None: column i for
-            token i.
-
-    Returns:
-        ids: [R, K] int64.
-        embeddings: [R, K, rank] float32, the table's row of the token before each.
-
-    Raises:
-        IndexError: a token has no row in the table.
-        ValueError: the packed weight has other sizes.
-    """
-    return _packer(packed).likeliest_walk(
-        logits, table, packed, quant_type, first_ids, column_ids
-    )
-
-
 def _packer(packed: torch.Tensor) -> NativeOps | ModuleType:
     """Return the operators that laid a weight out."""
     if packed.dim() == 2:
@@ -395,6 +365,16 @@ def fuse_decoder_layers(layers: Sequence[DecoderLayerWeights]) -> FusedLayers | 
         ValueError: sizes do not belong together.
     """
     return None if _native is None else FusedLayers(_native, layers)
+
+
+def fuse_context_writer(weights: ContextWeights) -> FusedContextWriter | None:
+    """Return what writes a drafter's context in one call; else as the layers above."""
+    return None if _native is None else FusedContextWriter(_native, weights)
+
+
+def fuse_block_drafter(weights: BlockDrafterWeights) -> FusedBlockDrafter | None:
+    """Return what drafts from blocks in one call; else as the layers above."""
+    return None if _native is None else FusedBlockDrafter(_native, weights)
 
 
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:

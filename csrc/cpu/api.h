@@ -40,15 +40,6 @@ VLLM_API void vllm_linear_argmax(const float* x, int64_t x_stride, const void* p
                                  int64_t format, const float* bias, int64_t num_rows,
                                  int64_t num_columns, int64_t size, int64_t* out);
 
-// Chooses column_ids[argmax] (the column itself if null) of logits + a weight's product
-// with the table's row of the token chosen before, step after step.
-VLLM_API int64_t vllm_likeliest_walk(const float* logits, const float* table,
-                                     int64_t num_ids, const uint8_t* packed,
-                                     int64_t format, const int64_t* first_ids,
-                                     const int64_t* column_ids, int64_t num_steps,
-                                     int64_t num_rows, int64_t num_columns, int64_t rank,
-                                     float* embeddings, int64_t* out);
-
 VLLM_API int64_t vllm_context_slots(const int32_t* block_rows, int64_t num_rows,
                                     int64_t max_blocks, const int32_t* idx_mapping,
                                     const int32_t* query_start_loc,
@@ -56,13 +47,14 @@ VLLM_API int64_t vllm_context_slots(const int32_t* block_rows, int64_t num_rows,
                                     const int32_t* num_computed, int64_t num_reqs,
                                     int64_t num_tokens, int64_t block_size,
                                     int64_t max_len, int64_t* out);
-VLLM_API int64_t vllm_lay_out_blocks(const int64_t* anchor_ids, const int64_t* anchors,
-                                     int64_t num_reqs, int64_t num_slots,
-                                     int64_t mask_id, const int32_t* block_table,
-                                     int64_t max_blocks, int64_t block_size,
-                                     int64_t max_len, int64_t* input_ids,
-                                     int64_t* positions, int64_t* slots,
-                                     int32_t* seq_lens);
+VLLM_API int64_t vllm_lay_out_blocks(
+    const int32_t* all_token_ids, const int32_t* num_computed_tokens,
+    const int32_t* block_rows, const int32_t* idx_mapping, int64_t max_num_reqs,
+    int64_t max_model_len, int64_t max_blocks, int64_t num_reqs, int64_t num_slots,
+    int64_t num_silent, int64_t max_drafts, int64_t mask_id, int64_t block_size,
+    int64_t max_len, int64_t num_columns, int64_t* anchors, int64_t* anchor_ids,
+    int64_t* input_ids, int64_t* positions, int64_t* slot_mapping, int32_t* query_start_loc,
+    int32_t* seq_lens, int32_t* num_drafts, int32_t* block_table);
 
 VLLM_API void vllm_rms_norm(const float* x, int64_t outer_stride, int64_t inner_stride,
                             const float* weight, float eps, float* out,
@@ -147,6 +139,77 @@ VLLM_API int64_t vllm_decoder_layers(const VllmDecoderLayer* layers, int64_t num
                                      const VllmStep* step, float* stream,
                                      int64_t stream_stride, void* const* kv_caches);
 
+// Of a drafter that gets the target's states as context: `fc` fuses the taps of a token
+// side by side, `kv` gives the keys of all layers and then the values of all.
+struct VllmContextWriter {
+  VllmLinear fc, kv;
+  const float* hidden_norm;      // [hidden_size], behind fc
+  const float* const* k_norms;   // [num_layers], [head_size] or null each
+  const float* cos_sin_cache;    // [num_positions][rotary_dim]
+  int64_t num_positions, rotary_dim;
+  int64_t num_layers, num_kv_heads, head_size;
+  float eps;  // of all norms
+};
+
+struct VllmContext {
+  const float* const* taps;      // [num_taps], [num_tokens][fc.size / num_taps] each
+  const int64_t* positions;      // [num_tokens], as the next
+  const int64_t* slot_mapping;   // below 0: the token is left out
+  int64_t num_taps, num_tokens;
+  int64_t num_blocks, block_size;
+  int64_t is_half;  // the caches' elements, in place of floats
+};
+
+// Returns 1 if a position, 2 if a slot is outside, and then has written nothing.
+VLLM_API int64_t vllm_write_context(const VllmContextWriter* writer,
+                                    const VllmContext* context, void* const* kv_caches);
+
+// A row a token: a quantized weight [num_rows][size], or plain rows of kVllmFloat32.
+struct VllmTable {
+  int64_t format;
+  const void* rows;
+  int64_t num_rows, size;
+};
+
+struct VllmBlockDrafter {
+  VllmTable embedding;           // of the hidden size
+  const VllmDecoderLayer* layers;
+  int64_t num_layers;
+  const float* norm;             // [hidden_size], before the heads
+  VllmLinear head;               // of the columns
+  VllmTable bigrams;             // of the token before, as bigram_head reads it
+  VllmLinear bigram_head;        // what that adds to the columns
+  VllmLinear confidence;         // one column of a state, and maybe of the token before
+  const float* temperatures;     // of the confidences, a step
+  const int64_t* column_ids;     // tokens that columns stand for; null: their own
+  int64_t num_columns;
+  int64_t block_size, first_slot;  // which of a block's slots the first draft is of
+  float eps;
+};
+
+// How drafts are drawn, and what they were drawn from.
+struct VllmDraws {
+  const int32_t* idx_mapping;    // [num_reqs], rows of temperature and logits
+  const float* temperature;
+  const int64_t* keys;           // [num_steps][num_reqs], of the noise
+  const uint8_t* is_greedy;      // [num_reqs]
+  float* logits;                 // [row][step][vocab_size]
+  int64_t req_stride, step_stride, vocab_size, num_reqs, max_num_reqs;
+};
+
+struct VllmDrafts {
+  const int64_t* input_ids;      // [num_reqs][block_size]; the first is the anchor
+  const int32_t* num_drafts;     // [num_reqs]; the token of a later step is -1
+  int64_t num_steps, max_reqs_at_once;
+  const VllmDraws* draws;        // null: the likeliest tokens
+  int64_t* token_ids;            // [num_reqs][num_steps], as the next
+  float* scores;
+};
+
+// Returns 1 to 3 as vllm_decoder_layers, 4 if a token or request has no row.
+VLLM_API int64_t vllm_draft_blocks(const VllmBlockDrafter* drafter, const VllmStep* step,
+                                   void* const* kv_caches, const VllmDrafts* drafts);
+
 // The integers of a step; the parameters are the Python functions'.
 VLLM_API int64_t vllm_gather_inputs(
     const int32_t* all_token_ids, int64_t max_num_reqs, int64_t max_model_len,
@@ -192,8 +255,9 @@ VLLM_API int64_t vllm_admit_drafts(const float* confidence_probs, int64_t max_nu
                                    int64_t draft_budget, int32_t* admitted);
 VLLM_API int64_t vllm_read_curves(const float* curves, const float* scores,
                                   int64_t req_stride, int64_t stride,
+                                  const int32_t* num_drafts,
                                   const int32_t* idx_mapping, int64_t num_reqs,
-                                  int64_t num_drafts, const float* temperature,
+                                  int64_t max_drafts, const float* temperature,
                                   const uint8_t* is_seeded, const uint8_t* is_constrained,
                                   int64_t max_num_reqs, int64_t num_verifications,
                                   float low, float knots_per_unit, int64_t num_knots,
@@ -235,6 +299,11 @@ VLLM_API double vllm_correct_costs(double* log_factors, double* covariance,
 VLLM_API void vllm_noise_keys(const int64_t* seeds, const int64_t* positions,
                               const int64_t* anchor_positions, int64_t purpose,
                               int64_t num_keys, int64_t* keys);
+VLLM_API int64_t vllm_block_noise_keys(const int64_t* seeds, const uint8_t* is_seeded,
+                                       int64_t max_num_reqs, const int32_t* idx_mapping,
+                                       const int64_t* anchors, int64_t num_reqs,
+                                       int64_t num_steps, int64_t target_purpose,
+                                       int64_t draft_purpose, int64_t* keys);
 VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,
                                   float* out);
 VLLM_API void vllm_greedy_argmax(const float* logits, int64_t stride, int64_t num_rows,

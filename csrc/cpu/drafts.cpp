@@ -50,8 +50,9 @@ VLLM_API int64_t vllm_admit_drafts(const float* confidence_probs, int64_t max_nu
 
 VLLM_API int64_t vllm_read_curves(const float* curves, const float* scores,
                                   int64_t req_stride, int64_t stride,
+                                  const int32_t* num_drafts,
                                   const int32_t* idx_mapping, int64_t num_reqs,
-                                  int64_t num_drafts, const float* temperature,
+                                  int64_t max_drafts, const float* temperature,
                                   const uint8_t* is_seeded, const uint8_t* is_constrained,
                                   int64_t max_num_reqs, int64_t num_verifications,
                                   float low, float knots_per_unit, int64_t num_knots,
@@ -62,21 +63,22 @@ VLLM_API int64_t vllm_read_curves(const float* curves, const float* scores,
     const bool is_drawn = temperature[row] != 0.0f;
     const int64_t first_kind = is_constrained[row] != 0 ? num_verifications : 0;
     const int64_t kind = first_kind + (is_drawn ? 1 + (is_seeded[row] != 0) : 0);
-    for (int64_t step = 0; step < num_drafts; ++step) {
-      const int64_t out = req * num_drafts + step;
+    for (int64_t step = 0; step < max_drafts; ++step) {
+      float& prob = probs[req * max_drafts + step];
+      int32_t& mark = marks[row * max_drafts + step];
       const float score = scores[req * req_stride + step * stride];
-      probs[out] = 0.0f;
-      marks[out] = -1;
-      if (std::isnan(score)) continue;
+      prob = 0.0f;
+      mark = -1;
+      if (step >= num_drafts[req] || std::isnan(score)) continue;
       const float last = static_cast<float>(num_knots - 1);
       const float distance = std::clamp((score - low) * knots_per_unit, 0.0f, last);
       const int64_t knot = std::min(static_cast<int64_t>(distance), num_knots - 2);
-      const int64_t first = (kind * num_drafts + step) * num_knots;
+      const int64_t first = (kind * max_drafts + step) * num_knots;
       const float below = curves[first + knot], above = curves[first + knot + 1];
       const float logit = below + (distance - static_cast<float>(knot)) * (above - below);
       const float place = distance * static_cast<float>(parts) + 0.5f;
-      probs[out] = 1.0f / (1.0f + std::exp(-logit));
-      marks[out] = static_cast<int32_t>(static_cast<int64_t>(place) + first * parts);
+      prob = 1.0f / (1.0f + std::exp(-logit));
+      mark = static_cast<int32_t>(static_cast<int64_t>(place) + first * parts);
     }
   }
   return 0;

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "api.h"
+#include "draws.h"
 #include "parallel.h"
 #include "philox.h"
 
@@ -29,21 +30,6 @@ Vec noise_bound(Vec draws) {
   return fma(pattern_as_float(u), broadcast(-kLn2 * 0x1p-23f), broadcast(127.0f * kLn2));
 }
 
-// The first of the largest logits, NaN left out; -1 if none is above -inf.
-int64_t argmax(const float* logits, int64_t size) {
-  Vec top = broadcast(-kInfinity);
-  for (int64_t start = 0; start < size; start += kLanes)
-    top = max(load_at(logits, start, size, -kInfinity), top);
-  const float best = largest(top);
-  if (best == -kInfinity) return -1;
-  for (int64_t start = 0; start < size; start += kLanes) {
-    const Vec values = load_at(logits, start, size, -kInfinity);
-    const uint32_t bits = greater_equal(values, broadcast(best));
-    if (bits != 0) return start + __builtin_ctz(bits);
-  }
-  return -1;
-}
-
 // The best token so far, and what a float bound must reach to be worth an exact score.
 struct Best {
   int64_t token_id;
@@ -59,18 +45,56 @@ struct Best {
   }
 };
 
-int64_t gumbel_argmax(const float* logits, int64_t size, int64_t seed) {
+// splitmix64's output function and the step of its state.
+constexpr uint64_t kGoldenGamma = 0x9E3779B97F4A7C15u;
+
+uint64_t mix64(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+  return value ^ (value >> 31);
+}
+
+// The rule of vllm/v1/worker/gpu/sample/random.py.
+int64_t noise_key(int64_t seed, int64_t position, const int64_t* anchor, int64_t purpose) {
+  // As many as that file has, and where distances begin.
+  constexpr uint64_t kNumPurposes = 4;
+  constexpr int kDistanceShift = 40;
+  const uint64_t place = static_cast<uint64_t>(position);
+  uint64_t stream = place * kNumPurposes + static_cast<uint64_t>(purpose) + 1;
+  if (anchor != nullptr)
+    stream += (place - static_cast<uint64_t>(*anchor)) << kDistanceShift;
+  const uint64_t mixed = mix64(static_cast<uint64_t>(seed) + kGoldenGamma);
+  return static_cast<int64_t>(mix64(mixed + stream * kGoldenGamma));
+}
+
+}  // namespace
+
+int64_t argmax(const float* logits, int64_t size) {
+  Vec top = broadcast(-kInfinity);
+  for (int64_t start = 0; start < size; start += kLanes)
+    top = max(load_at(logits, start, size, -kInfinity), top);
+  const float best = largest(top);
+  if (best == -kInfinity) return -1;
+  for (int64_t start = 0; start < size; start += kLanes) {
+    const Vec values = load_at(logits, start, size, -kInfinity);
+    const uint32_t bits = greater_equal(values, broadcast(best));
+    if (bits != 0) return start + __builtin_ctz(bits);
+  }
+  return -1;
+}
+
+int64_t gumbel_argmax(const float* logits, int64_t size, int64_t key) {
   const int64_t first = argmax(logits, size);
   if (first < 0) return -1;
-  const PhiloxKey key(seed);
+  const PhiloxKey philox_key(key);
   Best best{};
-  best.set(first, exact_score(logits[first], philox_uniform(key, static_cast<uint32_t>(first))));
+  best.set(first, exact_score(logits[first], philox_uniform(philox_key, static_cast<uint32_t>(first))));
   for (int64_t start = 0; start < size; start += kLanes) {
     const Vec values = load_at(logits, start, size, -kInfinity);
     const Vec threshold = broadcast(best.threshold);
     // No draw can lift these tokens to the best one.
     if (greater(values + broadcast(kLargestNoise), threshold) == 0) continue;
-    const Vec draws = philox_uniform16(key, static_cast<uint32_t>(start));
+    const Vec draws = philox_uniform16(philox_key, static_cast<uint32_t>(start));
     uint32_t bits = greater(values + noise_bound(draws), threshold);
     float draw[kLanes];
     if (bits != 0) store(draw, draws);
@@ -85,33 +109,36 @@ int64_t gumbel_argmax(const float* logits, int64_t size, int64_t seed) {
   return best.token_id;
 }
 
-// splitmix64's output function and the step of its state.
-constexpr uint64_t kGoldenGamma = 0x9E3779B97F4A7C15u;
-
-uint64_t mix64(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-  return value ^ (value >> 31);
-}
-
-}  // namespace
 }  // namespace vllm
 
 VLLM_API void vllm_noise_keys(const int64_t* seeds, const int64_t* positions,
                               const int64_t* anchor_positions, int64_t purpose,
                               int64_t num_keys, int64_t* keys) {
   using namespace vllm;
-  // As many as vllm/v1/worker/gpu/sample/random.py has, and where distances begin.
-  constexpr uint64_t kNumPurposes = 4;
-  constexpr int kDistanceShift = 40;
   for (int64_t i = 0; i < num_keys; ++i) {
-    const uint64_t position = static_cast<uint64_t>(positions[i]);
-    uint64_t stream = position * kNumPurposes + static_cast<uint64_t>(purpose) + 1;
-    if (anchor_positions != nullptr)
-      stream += (position - static_cast<uint64_t>(anchor_positions[i])) << kDistanceShift;
-    const uint64_t seed = mix64(static_cast<uint64_t>(seeds[i]) + kGoldenGamma);
-    keys[i] = static_cast<int64_t>(mix64(seed + stream * kGoldenGamma));
+    const int64_t* anchor = anchor_positions == nullptr ? nullptr : anchor_positions + i;
+    keys[i] = noise_key(seeds[i], positions[i], anchor, purpose);
   }
+}
+
+VLLM_API int64_t vllm_block_noise_keys(const int64_t* seeds, const uint8_t* is_seeded,
+                                       int64_t max_num_reqs, const int32_t* idx_mapping,
+                                       const int64_t* anchors, int64_t num_reqs,
+                                       int64_t num_steps, int64_t target_purpose,
+                                       int64_t draft_purpose, int64_t* keys) {
+  using namespace vllm;
+  for (int64_t req = 0; req < num_reqs; ++req) {
+    const int64_t row = idx_mapping[req];
+    if (row < 0 || row >= max_num_reqs) return 1;
+    for (int64_t step = 0; step < num_steps; ++step) {
+      const int64_t position = anchors[req] + step + 1;
+      keys[step * num_reqs + req] =
+          is_seeded[row] != 0
+              ? noise_key(seeds[row], position, nullptr, target_purpose)
+              : noise_key(seeds[row], position, anchors + req, draft_purpose);
+    }
+  }
+  return 0;
 }
 
 VLLM_API void vllm_philox_uniform(const int64_t* keys, int64_t num_rows, int64_t count,

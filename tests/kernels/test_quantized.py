@@ -197,54 +197,6 @@ def test_selected_rows_are_those_of_the_weight(ops, quant_type):
 
 @native_ops
 @all_types
-@pytest.mark.parametrize("num_rows", [1, 3, 30])
-@pytest.mark.parametrize("is_mapped", [False, True], ids=["all", "mapped"])
-def test_a_walk_takes_the_steps_of_its_twin(ops, quant_type, num_rows, is_mapped):
-    logits, table, weight = draw(5, num_rows, 51), draw(99, 32), draw(51, 32)
-    first_ids = torch.arange(num_rows) * 3
-    column_ids = torch.arange(51) + 40 if is_mapped else None
-    ids, embeddings = ops.likeliest_walk(
-        logits, table, pack(ops, weight, quant_type), quant_type, first_ids, column_ids
-    )
-    expected = _cpu_ops_torch.likeliest_walk(
-        logits,
-        table,
-        pack(_cpu_ops_torch, weight, quant_type),
-        quant_type,
-        first_ids,
-        column_ids,
-    )
-    assert torch.equal(ids, expected[0])
-    assert torch.equal(embeddings, expected[1])
-
-
-@all_ops
-def test_a_walk_never_chooses_nan_and_finds_the_first_of_equals(ops):
-    packed = pack(ops, torch.zeros(40, 32), "Q8_0")
-    logits = torch.zeros(4, 1, 40)
-    logits[0, 0, [3, 17, 33]] = torch.tensor([1.0, float("nan"), 1.0])
-    logits[1] = float("nan")
-    logits[2, 0, 39] = float("inf")
-    logits[3] = float("-inf")
-    zero = torch.tensor([0])
-    ids, _ = ops.likeliest_walk(logits, draw(40, 32), packed, "Q8_0", zero, None)
-    assert ids.tolist() == [[3, 0, 39, 0]]
-
-
-@native_ops
-def test_a_walk_refuses_tokens_and_tables_of_other_sizes(ops):
-    packed, logits = pack(ops, draw(20, 32), "Q8_0"), draw(2, 1, 20)
-    arguments = logits, draw(20, 32), packed, "Q8_0"
-    with pytest.raises(IndexError, match=r"\[0, 20\)"):
-        ops.likeliest_walk(*arguments, torch.tensor([20]), None)
-    with pytest.raises(ValueError, match="columns of 64"):
-        ops.likeliest_walk(logits, draw(20, 64), packed, "Q8_0", None, None)
-    with pytest.raises(ValueError, match="20 contiguous"):
-        ops.likeliest_walk(*arguments, torch.tensor([0]), torch.arange(19))
-
-
-@native_ops
-@all_types
 def test_a_row_has_the_same_bits_beside_any_number_of_rows(ops, quant_type):
     x, packed = draw(530, 192), pack(ops, draw(70, 192), quant_type)
     together = ops.quantized_linear(x, packed, quant_type, 70, None)

@@ -163,20 +163,38 @@ class DraftSession:
         metadata = self._metadata([req], [slots], is_causal=True)
         context = ForwardContext(metadata, self.kv_caches)
         with torch.inference_mode(), set_forward_context(context):
-            fused = self.model.combine_hidden_states([tap[start:end] for tap in taps])
-            self.model.write_context_kv(
-                fused, slots + position_shift, metadata.slot_mapping
+            self.model.write_context(
+                [tap[start:end] for tap in taps],
+                slots + position_shift,
+                metadata.slot_mapping,
             )
 
     def draft(self, *blocks: Block, mask_token_id: int = MASK) -> torch.Tensor:
         """Return the states of one pass over a block of each request."""
+        return self.run(*self._lay_out(blocks, mask_token_id))
+
+    def maybe_draft(
+        self, *blocks: Block, num_drafts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the likeliest drafts, all that there can be, and their scores."""
+        input_ids, slots, reqs = self._lay_out(blocks, MASK)
+        metadata = self._metadata(reqs, slots, is_causal=False)
+        context = ForwardContext(metadata, self.kv_caches)
+        num_steps = self.model.config.num_draft_tokens
+        with torch.inference_mode(), set_forward_context(context):
+            return self.model.maybe_draft(
+                input_ids, torch.cat(slots), num_drafts, num_steps, 2, None
+            )
+
+    def _lay_out(
+        self, blocks: tuple[Block, ...], mask_token_id: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
         size = self.model.config.block_size
         steps = torch.arange(size)
         positions = [block.position + steps for block in blocks]
         input_ids = torch.full((len(blocks), size), mask_token_id)
         input_ids[:, 0] = torch.tensor([block.anchor_id for block in blocks])
-        reqs = [block.req for block in blocks]
-        return self.run(input_ids.flatten(), positions, reqs)
+        return input_ids.flatten(), positions, [block.req for block in blocks]
 
     def run(
         self, input_ids: torch.Tensor, slots: list[torch.Tensor], reqs: list[int]

@@ -87,7 +87,8 @@ KERNELS = {
         "*fp32 i32 *i32 *fp32 *fp32 i32 fp32 2048"
     ),
     "worker.gpu.spec_decode.confidence.curves._read_curves_kernel": (
-        "*fp32 *fp32 i32 i32 *i32 *fp32 *i1 *i1 *fp32 *i32 i32 fp32 fp32 17 256 3 8"
+        "*fp32 *fp32 i32 i32 *i32 *i32 *fp32 *i1 *i1 *fp32 *i32 i32 fp32 fp32 17 256 3 "
+        "8"
     ),
     "worker.gpu.spec_decode.confidence.outcomes._count_outcomes_kernel": (
         "*i32 *i32 *i32 *i32 *i32 i32 i32 256 8"
@@ -102,7 +103,8 @@ KERNELS = {
         "*i32 i32 *i32 *i32 *i64 *i32 *i64 i32 i32 1024"
     ),
     "worker.gpu.spec_decode.dspark.inputs._lay_out_blocks_kernel": (
-        "*i64 *i64 *i32 i32 i32 i32 i32 i32 *i64 *i64 *i64 *i32 8"
+        "*i32 i32 *i32 *i32 i32 *i32 i32 i32 i32 i32 i32 i32 i32 *i64 *i64 *i64 *i64 "
+        "*i64 *i32 *i32 *i32 *i32 8 256"
     ),
     "worker.gpu.spec_decode.ngram.lookup._propose_ngram_kernel": (
         "*i32 i32 *i32 *i32 *i64 *i32 *i32 i32 i32 i32 5 32 1024 4"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.markers import bit_for_bit
+from tests.markers import bit_for_bit, needs_cpu_ops
 from tests.model_executor.dspark_harness import (
     Block,
     DraftSession,
@@ -219,6 +219,35 @@ def test_a_walk_drafts_what_single_steps_draft(method, is_reduced, target, tmp_p
         previous = best if token_ids is None else token_ids[best]
         assert actual[:, step].tolist() == previous.tolist()
         assert torch.equal(embedded[:, step], embedding)
+
+
+@needs_cpu_ops
+@pytest.mark.parametrize("kind", ["Qwen3DSparkModel", "LlamaDSparkModel"])
+@pytest.mark.parametrize("is_reduced", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("method", [UNQUANTIZED, ROUNDED], ids=["float32", "rounded"])
+def test_one_operation_drafts_what_many_draft(
+    target, tmp_path, kind, is_reduced, method
+):
+    token_ids = DRAFTED if is_reduced else None
+    temperatures = [0.7, 1.0, 1.3, 2.0]
+    config = make_config(
+        architectures=[kind], markov_rank=32, confidence_temperatures=temperatures
+    )
+    if is_reduced:
+        config = replace(config, draft_vocab_size=len(DRAFTED))
+    model = make_drafter(config, target, token_ids)
+    drafter = save_and_load(tmp_path, model, target, token_ids, method)
+    taps = target_taps(target, config, list(range(30)))
+    session = DraftSession(drafter, num_reqs=3)
+    blocks = [Block(0, 5, 9), Block(1, 0, 30), Block(2, 95, 1)]
+    for block in blocks:
+        session.write(taps, 0, block.position, block.req)
+    num_drafts = torch.tensor([4, 2, 0], dtype=torch.int32)
+    drafts, scores = session.maybe_draft(*blocks, num_drafts=num_drafts)
+    expected, _, confidence = walk(drafter, session.draft(*blocks), blocks)
+    expected[torch.arange(4) >= num_drafts.unsqueeze(1)] = -1
+    assert torch.equal(drafts, expected)
+    assert torch.equal(scores, confidence)
 
 
 def walk(

@@ -48,8 +48,18 @@ def scores_of(model: Model, text: Text, drafts: Text) -> torch.Tensor:
 def read(curves: np.ndarray, scores: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
     """Return [K] confidences, and the marks of the drafts."""
     tensor = torch.from_numpy(curves).float()
-    probs, marks = read_curves(
-        tensor, scores, ONE_REQUEST, TEMPERATURE, NEITHER, NEITHER, CERTAINTIES
+    marks = torch.empty(scores.shape, dtype=torch.int32)
+    num_drafts = torch.full_like(ONE_REQUEST, scores.shape[1])
+    probs = read_curves(
+        tensor,
+        scores,
+        num_drafts,
+        ONE_REQUEST,
+        TEMPERATURE,
+        NEITHER,
+        NEITHER,
+        CERTAINTIES,
+        marks,
     )
     return probs[0].double().numpy(), marks
 

@@ -54,16 +54,19 @@ class ContextKV(Layer):
         Args:
             fused: [T, hidden_size], the target's states after fusion.
             positions: [T] int64, absolute, of the tokens that the states are of.
-            slot_mapping: [T] int64; -1 writes nothing. None: they are computed alone,
-                for the memory that it takes.
+            slot_mapping: [T] int64; -1 writes nothing, wherever the token stands. None:
+                they are computed alone, for the memory that it takes.
         """
+        rotary = self.attentions[0].rotary
+        # A token past the drafter's context has no rotation of its own.
+        positions = positions.clamp(max=rotary.cos_sin_cache.shape[0] - 1)
         keys, values = self.proj(fused).chunk(2, dim=-1)
         keys_of, values_of = keys.split(self.kv_size, 1), values.split(self.kv_size, 1)
         for attention, k in zip(self.attentions, keys_of, strict=True):
             if attention.k_norm is not None:
                 heads = k.unflatten(-1, (-1, attention.head_dim))
                 attention.k_norm.forward_in_place(heads)
-        self.attentions[0].rotary.rotate_keys(positions, keys)
+        rotary.rotate_keys(positions, keys)
         if slot_mapping is None:
             return
         for attention, k, v in zip(self.attentions, keys_of, values_of, strict=True):

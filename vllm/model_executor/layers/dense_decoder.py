@@ -207,14 +207,16 @@ class DecoderLayers(nn.ModuleList):
     @cached_property
     def _fused(self) -> LayersRunner | None:
         """The layers as one operation; asked for when the weights are laid out."""
-        weights = []
-        for layer in self._in_order:
-            compiled = layer.compiled_weights()
-            if compiled is None:
-                return None
-            weights.append(compiled)
-        backend = self._in_order[0].self_attn.attn.backend
-        return backend.maybe_fuse_layers(weights)
+        weights = self.compiled_weights()
+        if weights is None:
+            return None
+        return self._in_order[0].self_attn.attn.backend.maybe_fuse_layers(weights)
+
+    def compiled_weights(self) -> list[DecoderLayerWeights] | None:
+        """Return the layers as the compiled operators read them; None if others do."""
+        weights = [layer.compiled_weights() for layer in self._in_order]
+        found = [one for one in weights if one is not None]
+        return found if len(found) == len(weights) else None
 
 
 class DenseDecoder(Layer):

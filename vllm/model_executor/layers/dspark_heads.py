@@ -49,10 +49,25 @@ class MarkovHead(Layer):
         first_ids: torch.Tensor,
         column_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft the likeliest tokens of a bigram head: see `PackedWeight.walk`."""
+        """Draft the likeliest tokens of a bigram head, each knowing the one before.
+
+        Args:
+            logits: [K, R, draft_vocab_size] float32.
+            first_ids: [R] int64, tokens before the first draft.
+            column_ids: [draft_vocab_size] int64, tokens that the columns stand for;
+                None: column i for token i.
+
+        Returns:
+            ids: [R, K] int64.
+            embeddings: [R, K, rank], the row of the token before each.
+        """
         assert self.is_bigram, "the other heads read more than the token before"
-        table = self.markov_w1.weight
-        return self.markov_w2.packed.walk(logits, table, first_ids, column_ids)
+        ids, embeddings = [first_ids], []
+        for values in logits:
+            embeddings.append(self.markov_w1(ids[-1]))
+            best = (values + self.markov_w2(embeddings[-1]).float()).argmax(dim=-1)
+            ids.append(best if column_ids is None else column_ids[best])
+        return torch.stack(ids[1:], dim=1), torch.stack(embeddings, dim=1)
 
     def initial_state(self, num_reqs: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return the memory at a block's start, [num_reqs, rank]; None if not kept."""

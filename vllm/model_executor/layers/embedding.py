@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from vllm._cpu_ops_drafter import TableWeights
 from vllm.model_executor.layers.layer import Layer, empty_weight
 from vllm.model_executor.layers.quantization.methods import QuantizationMethod
 from vllm.model_executor.layers.quantization.weights import (
@@ -27,6 +28,7 @@ class VocabEmbedding(Layer):
         super().__init__()
         self._numbers = empty_weight(num_embeddings, embedding_dim, dtype=dtype)
         self._quantized: PackedWeight | None = None
+        self._size = embedding_dim
         self.name = name
 
     @property
@@ -55,3 +57,13 @@ class VocabEmbedding(Layer):
         if self._quantized is not None:
             return self._quantized.rows(input_ids)
         return F.embedding(input_ids, self._numbers)
+
+    def compiled_table(self) -> TableWeights | None:
+        """Return the rows as the compiled operators read them; None if others do."""
+        if self._quantized is None:
+            return TableWeights(self._numbers.data, "float32", *self._numbers.shape)
+        parts = self._quantized.compiled_parts()
+        if parts is None or len(parts) > 1:
+            return None
+        [part] = parts
+        return TableWeights(part.packed, part.quant_type, part.num_columns, self._size)

@@ -3,8 +3,11 @@
 Source: "DSpark", arXiv:2607.05147. The target's states enter as keys and values only.
 """
 
+from functools import cached_property
+
 import torch
 
+from vllm._cpu_ops_drafter import BlockDrafterWeights, BlockDraws, ContextWeights
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.context_kv import ContextKV
@@ -25,7 +28,7 @@ from vllm.model_executor.layers.quantization.methods import (
 )
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.transformers_utils.configs.dspark import DSparkConfig
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backend import AttentionBackend, BlockDrafter, ContextWriter
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
@@ -36,7 +39,8 @@ class DSparkModel(Layer):
     `combine_hidden_states` and `write_context_kv` for the tokens that were verified,
     `forward` for a block of every request, and for each draft k of the K in turn
     `markov_embed`, `markov_bias` and a draw; `compute_confidence` when all are drawn,
-    or before: it never reads the draft that it judges.
+    or before: it never reads the draft that it judges. `write_context` and
+    `maybe_draft` do as much in one operation each, where the backend has it.
 
     Args:
         config: of the drafter.
@@ -154,6 +158,27 @@ class DSparkModel(Layer):
             if isinstance(module, Attention)
         }
 
+    def write_context(
+        self,
+        taps: list[torch.Tensor],
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Append verified tokens to the draft cache.
+
+        Args:
+            taps: as for `combine_hidden_states`.
+            positions: [T] int64, absolute.
+            slot_mapping: [T] int64; -1 for a token that is no context, wherever it
+                stands.
+        """
+        if self._fused_writer is None:
+            fused = self.combine_hidden_states(taps)
+            self.write_context_kv(fused, positions, slot_mapping)
+        else:
+            kv_caches = self._list_kv_caches()
+            self._fused_writer(taps, positions, slot_mapping, kv_caches)
+
     def combine_hidden_states(self, taps: list[torch.Tensor]) -> torch.Tensor:
         """Fuse the target's states of each token.
 
@@ -208,6 +233,48 @@ class DSparkModel(Layer):
         # Without drafts from the anchor's slot, its state predicts nothing.
         first = block_size - self.config.num_draft_tokens
         return x.view(-1, block_size, x.shape[-1])[:, first:]
+
+    def maybe_draft(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        num_drafts: torch.Tensor,
+        num_steps: int,
+        max_reqs_at_once: int,
+        draws: BlockDraws | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Run a block of every request and draft from it, in one operation.
+
+        Args:
+            input_ids: as for `forward`.
+            positions: as for `forward`.
+            num_drafts: [R] int32, that a request can have.
+            num_steps: at most K.
+            max_reqs_at_once: whose logits may exist at once.
+            draws: None takes the likeliest tokens.
+
+        Returns:
+            ids: [R, num_steps] int64, the target's; -1 past num_drafts.
+            scores: [R, num_steps] float32, as `compute_confidence`.
+            None if there is no such operation.
+        """
+        metadata = get_forward_context().attn_metadata
+        if self._fused_drafter is None or metadata is None:
+            return None
+        return self._fused_drafter(
+            input_ids,
+            positions,
+            self._list_kv_caches(),
+            metadata,
+            num_drafts,
+            num_steps,
+            max_reqs_at_once,
+            draws,
+        )
+
+    def _list_kv_caches(self) -> list[torch.Tensor]:
+        kv_caches = get_forward_context().kv_caches
+        return [kv_caches[name] for name in self._cache_names]
 
     def compute_base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [N, draft_vocab_size] float32, of states [N, hidden_size]."""
@@ -291,3 +358,64 @@ class DSparkModel(Layer):
         if self.confidence_head is None:
             return None
         return self.confidence_head(hidden, embedding)
+
+    @cached_property
+    def _cache_names(self) -> tuple[str, ...]:
+        return tuple(attention.attn.layer_name for attention in self.attentions)
+
+    @cached_property
+    def _fused_writer(self) -> ContextWriter | None:
+        """The context as one operation; asked for when the weights are laid out."""
+        assert self.context_kv is not None, "weights are loaded"
+        attention = self.attentions[0]
+        fc, kv = self.fc.compiled_weights(), self.context_kv.proj.compiled_weights()
+        if fc is None or kv is None:
+            return None
+        norms = [attention.k_norm for attention in self.attentions]
+        weights = ContextWeights(
+            fc=fc,
+            hidden_norm=self.hidden_norm.weight,
+            eps=self.hidden_norm.eps,
+            kv=kv,
+            k_norms=tuple(None if norm is None else norm.weight for norm in norms),
+            cos_sin_cache=attention.rotary.cos_sin_cache,
+            num_kv_heads=attention.attn.num_kv_heads,
+            head_size=attention.head_dim,
+        )
+        return attention.attn.backend.maybe_fuse_context_writer(weights)
+
+    @cached_property
+    def _fused_drafter(self) -> BlockDrafter | None:
+        """Blocks and drafts as one operation; None for other heads as well."""
+        markov, confidence = self.markov_head, self.confidence_head
+        if markov is None or not markov.is_bigram or confidence is None:
+            return None
+        assert self.embed_tokens is not None, "weights are loaded"
+        assert self.lm_head is not None, "weights are loaded"
+        embedding = self.embed_tokens.compiled_table()
+        bigrams = markov.markov_w1.compiled_table()
+        layers = self.layers.compiled_weights()
+        head = self.lm_head.compiled_weights()
+        bigram_head = markov.markov_w2.compiled_weights()
+        proj = confidence.proj.compiled_weights()
+        if embedding is None or bigrams is None or layers is None:
+            return None
+        if head is None or bigram_head is None or proj is None:
+            return None
+        vocab = self.draft_vocab
+        weights = BlockDrafterWeights(
+            embedding=embedding,
+            layers=layers,
+            norm=self.norm.weight,
+            eps=self.norm.eps,
+            head=head,
+            bigrams=bigrams,
+            bigram_head=bigram_head,
+            confidence=proj,
+            temperatures=confidence.temperatures,
+            column_ids=None if vocab is None else vocab.target_ids,
+            block_size=self.config.block_size,
+            first_slot=self.config.block_size - self.config.num_draft_tokens,
+        )
+        backend = self.attentions[0].attn.backend
+        return backend.maybe_fuse_block_drafter(weights)

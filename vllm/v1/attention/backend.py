@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from vllm._cpu_ops_decoder import DecoderLayerWeights
+from vllm._cpu_ops_drafter import BlockDrafterWeights, BlockDraws, ContextWeights
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,54 @@ class LayersRunner(Protocol):
         """
 
 
+class ContextWriter(Protocol):
+    """A drafter's context as one operation."""
+
+    def __call__(
+        self,
+        taps: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+    ) -> None:
+        """Write keys and values of all layers.
+
+        Args:
+            taps: [T, target_hidden_size] each, the target's states.
+            positions: [T] int64.
+            slot_mapping: [T] int64; -1 writes nothing, whatever its position is.
+            kv_caches: of all layers.
+        """
+
+
+class BlockDrafter(Protocol):
+    """A drafter of blocks as one operation."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: AttentionMetadata,
+        num_drafts: torch.Tensor,
+        num_steps: int,
+        max_reqs_at_once: int,
+        draws: BlockDraws | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return drafts [R, num_steps] int64, and their scores float32.
+
+        Args:
+            input_ids: [R * block_size] int64, a block of each request.
+            positions: of its shape.
+            kv_caches: of all layers.
+            metadata: of the blocks.
+            num_drafts: [R] int32; a token past them is -1.
+            num_steps: drafts of a request.
+            max_reqs_at_once: bounds the logits that exist at once.
+            draws: None takes the likeliest tokens.
+        """
+
+
 class AttentionBackend(ABC):
     """Attention over a paged cache, for one device."""
 
@@ -124,4 +173,14 @@ class AttentionBackend(ABC):
         Args:
             layers: in their order.
         """
+        return None
+
+    @staticmethod
+    def maybe_fuse_context_writer(weights: ContextWeights) -> ContextWriter | None:
+        """Return what writes a drafter's context as one operation, if there is one."""
+        return None
+
+    @staticmethod
+    def maybe_fuse_block_drafter(weights: BlockDrafterWeights) -> BlockDrafter | None:
+        """Return a drafter of blocks as one operation, if the backend has one."""
         return None

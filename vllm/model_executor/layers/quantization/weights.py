@@ -75,33 +75,6 @@ class PackedWeight(ABC):
     def compiled_parts(self) -> tuple[WeightPart, ...] | None:
         """Return what the compiled operators read; None if others do."""
 
-    def walk(
-        self,
-        logits: torch.Tensor,
-        table: torch.Tensor,
-        first_ids: torch.Tensor,
-        column_ids: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the likeliest of logits plus the product with the last one's row.
-
-        Args:
-            logits: [K, R, num_rows] float32, of R walks of K steps.
-            table: [num_ids, size], a row a token.
-            first_ids: [R] int64, tokens before the first step.
-            column_ids: [num_rows] int64, tokens that the columns stand for; None:
-                column i for token i.
-
-        Returns:
-            ids: [R, K] int64.
-            embeddings: [R, K, size], the table's row of the token before each.
-        """
-        ids, embeddings = [first_ids], []
-        for values in logits:
-            embeddings.append(table[ids[-1]])
-            best = (values + self.multiply(embeddings[-1], None)).argmax(dim=-1)
-            ids.append(best if column_ids is None else column_ids[best])
-        return torch.stack(ids[1:], dim=1), torch.stack(embeddings, dim=1)
-
     def select(self, ids: torch.Tensor) -> "PackedWeight":
         """Return a weight of the rows of ids [n] int64 alone, none of them changed."""
         return DenseWeight(self.rows(ids))
@@ -185,18 +158,6 @@ class QuantizedWeight(PackedWeight):
     def compiled_parts(self) -> tuple[WeightPart, ...] | None:
         """Return one part."""
         return _one_part(self._packed, self._quant_type, self.num_rows)
-
-    def walk(
-        self,
-        logits: torch.Tensor,
-        table: torch.Tensor,
-        first_ids: torch.Tensor,
-        column_ids: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do so in one call; table in float32."""
-        return ops.likeliest_walk(
-            logits, table, self._packed, self._quant_type, first_ids, column_ids
-        )
 
     def select(self, ids: torch.Tensor) -> "QuantizedWeight":
         """Return a weight of the same kind."""

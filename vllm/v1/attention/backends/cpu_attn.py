@@ -11,10 +11,13 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm._cpu_ops_decoder import DecoderLayerWeights
+from vllm._cpu_ops_drafter import BlockDrafterWeights, BlockDraws, ContextWeights
 from vllm.exceptions import UnsupportedError
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
+    BlockDrafter,
+    ContextWriter,
     LayersRunner,
 )
 
@@ -88,6 +91,43 @@ class CPUAttentionBackend(AttentionBackend):
                 metadata.is_causal,
                 tap_layer_ids,
                 taps,
+            )
+
+        return run
+
+    @staticmethod
+    def maybe_fuse_context_writer(weights: ContextWeights) -> ContextWriter | None:
+        fused = ops.fuse_context_writer(weights)
+        return None if fused is None else fused.run
+
+    @staticmethod
+    def maybe_fuse_block_drafter(weights: BlockDrafterWeights) -> BlockDrafter | None:
+        fused = ops.fuse_block_drafter(weights)
+        if fused is None:
+            return None
+
+        def run(
+            input_ids: torch.Tensor,
+            positions: torch.Tensor,
+            kv_caches: Sequence[torch.Tensor],
+            metadata: AttentionMetadata,
+            num_drafts: torch.Tensor,
+            num_steps: int,
+            max_reqs_at_once: int,
+            draws: BlockDraws | None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return fused.run(
+                input_ids,
+                positions,
+                kv_caches,
+                metadata.slot_mapping,
+                metadata.block_table,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                num_drafts,
+                num_steps,
+                max_reqs_at_once,
+                draws,
             )
 
         return run

@@ -92,7 +92,8 @@ class BatchLayout:
     @cached_property
     def is_sampling_np(self) -> np.ndarray:
         """[num_reqs] bool: who owns a row, in either layout."""
-        return np.diff(self.cu_num_logits_np) > 0
+        # Comparing takes a third of the time of `np.diff`.
+        return self.cu_num_logits_np[1:] > self.cu_num_logits_np[:-1]
 
     @cached_property
     def num_scheduled_drafts(self) -> int:

@@ -57,6 +57,11 @@ class BlockTable:
         """Make what was added visible to the device."""
         self._rows.apply_write()
 
+    def count_blocks(self, max_seq_len: int) -> int:
+        """Return how many `max_seq_len` tokens need, but no more than a row holds."""
+        needed = triton.cdiv(max_seq_len, self.block_size)
+        return min(needed, self.rows.shape[1])
+
     def gather(self, idx_mapping: torch.Tensor, max_seq_len: int) -> torch.Tensor:
         """Return the rows of a batch, cut to what `max_seq_len` tokens need.
 
@@ -67,8 +72,7 @@ class BlockTable:
         Returns:
             [num_reqs, ceil(max_seq_len / block_size)] int32, contiguous.
         """
-        max_num_blocks = self.rows.shape[1]
-        num_columns = min(triton.cdiv(max_seq_len, self.block_size), max_num_blocks)
+        num_columns = self.count_blocks(max_seq_len)
         native = ops.maybe_step_ops()
         if native is not None and not idx_mapping.is_cuda:
             return native.gather_rows(self.rows, idx_mapping, num_columns)

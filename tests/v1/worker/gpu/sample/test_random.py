@@ -6,10 +6,12 @@ from vllm import _custom_ops as ops
 from vllm.utils.seeds import _mix64
 from vllm.v1.worker.gpu.sample.random import (
     Purpose,
+    _block_noise_keys_torch,
     _noise_keys_torch,
     _noise_keys_triton,
     _philox_uniform_torch,
     _philox_uniform_triton,
+    block_noise_keys,
     draft_noise_keys,
     noise_keys,
     philox_uniform,
@@ -86,6 +88,28 @@ def test_a_coupled_draft_has_the_noise_of_the_targets_own_draw(device):
     target = noise_keys(seeds, positions, Purpose.TARGET)
     drafted = noise_keys(seeds, positions, Purpose.DRAFT, anchors)
     assert keys.tolist() == [target[0].item(), drafted[1].item()]
+
+
+@pytest.mark.parametrize("impl", [_block_noise_keys_torch, block_noise_keys])
+def test_keys_of_a_block_are_those_of_its_drafts(impl, device):
+    seeds, anchors = _int64([5, -6, 7, 8], device), _int64([9, 2**31, 0], device)
+    is_seeded = torch.tensor([True, False, False, True], device=device)
+    rows = torch.tensor([3, 1, 2], dtype=torch.int32, device=device)
+    keys = impl(seeds, is_seeded, rows, anchors, 3)
+    for step in range(3):
+        positions, of_rows = anchors + step + 1, rows.long()
+        expected = draft_noise_keys(
+            seeds[of_rows], positions, anchors, is_seeded[of_rows]
+        )
+        assert torch.equal(keys[step], expected)
+
+
+@needs_cpu_ops
+def test_keys_of_nobody_are_refused():
+    numbers = _int64([5], torch.device("cpu"))
+    row = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(IndexError, match="request row"):
+        block_noise_keys(numbers, torch.tensor([True]), row, numbers, 3)
 
 
 @pytest.mark.parametrize("num", [1, 1023, 1024, 2049])

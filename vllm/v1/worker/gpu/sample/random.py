@@ -87,6 +87,38 @@ def draft_noise_keys(
     )
 
 
+def block_noise_keys(
+    seeds: torch.Tensor,
+    is_seeded: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    anchors: torch.Tensor,
+    num_steps: int,
+) -> torch.Tensor:
+    """Return `draft_noise_keys` of the tokens behind each anchor.
+
+    Args:
+        seeds: [max_num_reqs] int64.
+        is_seeded: [max_num_reqs] bool: the request is coupled.
+        idx_mapping: [R] int32, row -> request row.
+        anchors: [R] int64, positions of the last known tokens.
+        num_steps: K.
+
+    Returns:
+        [K, R] int64.
+
+    Twin: _block_noise_keys_torch.
+    """
+    native = ops.maybe_step_ops()
+    if native is None or seeds.is_cuda:
+        return _block_noise_keys_torch(
+            seeds, is_seeded, idx_mapping, anchors, num_steps
+        )
+    purposes = Purpose.TARGET, Purpose.DRAFT
+    return native.block_noise_keys(
+        seeds, is_seeded, idx_mapping, anchors, num_steps, *purposes
+    )
+
+
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:
     """Return uniform numbers in [0, 1): what `tl.rand(key, offset)` gives.
 
@@ -105,6 +137,23 @@ def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:
     if ops.has_cpu_ops():
         return ops.philox_uniform(keys, num)
     return _philox_uniform_torch(keys, num)
+
+
+def _block_noise_keys_torch(
+    seeds: torch.Tensor,
+    is_seeded: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    anchors: torch.Tensor,
+    num_steps: int,
+) -> torch.Tensor:
+    steps = torch.arange(1, num_steps + 1, device=anchors.device)
+    keys = draft_noise_keys(
+        seeds[idx_mapping].repeat(num_steps),
+        (anchors + steps.unsqueeze(1)).flatten(),
+        anchors.repeat(num_steps),
+        is_seeded[idx_mapping].repeat(num_steps),
+    )
+    return keys.view(num_steps, -1)
 
 
 def _noise_keys_torch(

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm._cpu_ops_drafter import BlockDraws
 from vllm.config import SpeculativeConfig
 from vllm.model_executor.layers.draft_vocab import DraftVocab
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
-from vllm.v1.worker.gpu.sample.random import draft_noise_keys
+from vllm.v1.worker.gpu.sample.random import block_noise_keys
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.temperature import apply_temperature
 from vllm.v1.worker.gpu.spec_decode.confidence.certainty import compute_certainty
@@ -115,16 +116,30 @@ class DraftSampler:
         """
         if self.draft_logits is None or is_all_greedy:
             return None
-        states, num_drafts = self._states, self._num_drafts
-        steps = torch.arange(1, num_drafts + 1, device=anchor.device)
-        keys = draft_noise_keys(
-            states.seeds.gpu[idx_mapping].repeat(num_drafts),
-            (anchor + steps.unsqueeze(1)).flatten(),
-            anchor.repeat(num_drafts),
-            states.is_seeded.gpu[idx_mapping].repeat(num_drafts),
+        states = self._states
+        keys = block_noise_keys(
+            states.seeds.gpu,
+            states.is_seeded.gpu,
+            idx_mapping,
+            anchor,
+            self._num_drafts,
         )
         is_greedy = states.temperature.gpu[idx_mapping] == 0
-        return Draws(idx_mapping, keys.view(num_drafts, -1), is_greedy.to(torch.uint8))
+        return Draws(idx_mapping, keys, is_greedy.to(torch.uint8))
+
+    def for_block(self, draws: Draws | None) -> BlockDraws | None:
+        """Return what one operation needs that draws all drafts as `sample` does."""
+        if draws is None:
+            return None
+        assert self.draft_logits is not None, "something is drawn"
+        temperature = self._states.temperature.gpu
+        return BlockDraws(
+            draws.idx_mapping,
+            temperature,
+            draws.keys,
+            draws.is_greedy,
+            self.draft_logits,
+        )
 
     def sample(
         self, logits: torch.Tensor, step: int, draws: Draws | None

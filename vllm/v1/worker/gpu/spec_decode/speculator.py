@@ -156,16 +156,16 @@ class Speculator(ABC):
         """
 
     def _complete(
-        self, batch: InputBatch, rows: torch.Tensor, drafted: ScoredDrafts
+        self, batch: InputBatch, rows: torch.Tensor | None, drafted: ScoredDrafts
     ) -> Drafts:
         """Return the proposal of a step in which these requests of the batch drafted.
 
         Args:
             batch: of the step.
-            rows: [num_rows] int64, batch_idx of each, ascending.
+            rows: [num_rows] int64, batch_idx of each, ascending; None for all.
             drafted: in the same order.
         """
-        if len(rows) == batch.num_reqs:
+        if rows is None or len(rows) == batch.num_reqs:
             confidence_probs = self._confidence.estimate(
                 drafted.scores, batch.idx_mapping, drafted.num_drafts
             )
@@ -189,5 +189,6 @@ def find_drafting_rows(batch: InputBatch, req_states: RequestState) -> np.ndarra
         batch: of the step.
         req_states: the requests' own limits.
     """
-    max_num_drafts_np = req_states.max_num_drafts_np[batch.idx_mapping_np]
-    return np.flatnonzero(batch.layout.is_sampling_np & (max_num_drafts_np > 0))
+    allows_drafts_np = req_states.max_num_drafts_np[batch.idx_mapping_np] > 0
+    [rows_np] = (batch.layout.is_sampling_np & allows_drafts_np).nonzero()
+    return rows_np

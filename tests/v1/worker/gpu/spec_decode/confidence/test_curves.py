@@ -26,17 +26,28 @@ TEMPERATURE, IS_SEEDED = [0.0, 0.8, 0.8] * 2, [True, False, True] * 2
 IS_CONSTRAINED = [False] * 3 + [True] * 3
 
 
-def read(impl, logits, scores, rows, device):
-    probs, marks = impl(
+def read(impl, logits, scores, rows, device, num_drafts=None):
+    num_places = len(scores[0])
+    if num_drafts is None:
+        num_drafts = [num_places] * len(scores)
+    marks = torch.full((6, num_places), -7, dtype=torch.int32, device=device)
+    idx_mapping = torch.tensor(rows, dtype=torch.int32, device=device)
+    probs = impl(
         torch.tensor(logits, device=device),
         torch.tensor(scores, device=device),
-        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor(num_drafts, dtype=torch.int32, device=device),
+        idx_mapping,
         torch.tensor(TEMPERATURE, device=device),
         torch.tensor(IS_SEEDED, device=device),
         torch.tensor(IS_CONSTRAINED, device=device),
         SCALE,
+        marks,
     )
-    knots = marks.double() / PARTS_PER_KNOT
+    others = torch.ones(6, dtype=torch.bool).scatter_(
+        0, idx_mapping.long().cpu(), False
+    )
+    assert marks[others.to(device)].eq(-7).all(), "rows of nobody are left alone"
+    knots = marks[idx_mapping.long()].double() / PARTS_PER_KNOT
     return torch.logit(probs.double()).tolist(), knots.tolist()
 
 
@@ -52,9 +63,12 @@ def test_a_curve_is_a_straight_line_between_its_knots(impl, device):
 def test_a_score_beyond_the_knots_counts_as_the_last_knot(impl, device):
     logits = [[[-1.0, 1.0, 0.5]]] * 6
     scores = [[-3.0], [9.0], [math.inf], [-math.inf]]
-    values, knots = read(impl, logits, scores, [0] * 4, device)
-    assert sum(values, []) == pytest.approx([-1.0, 0.5, 0.5, -1.0], abs=1e-5)
-    assert knots == [[0.0], [2.0], [2.0], [0.0]]
+    for score, value, knot in zip(
+        scores, [-1.0, 0.5, 0.5, -1.0], [0.0, 2.0, 2.0, 0.0], strict=True
+    ):
+        values, knots = read(impl, logits, [score], [0], device)
+        assert values == [[pytest.approx(value, abs=1e-5)]]
+        assert knots == [[knot]]
 
 
 @all_forms
@@ -81,6 +95,19 @@ def test_what_is_no_draft_is_never_accepted(impl, device):
     assert knots[0] == [-1.0 / PARTS_PER_KNOT, 3.5]
 
 
+@all_forms
+def test_there_is_no_draft_past_their_number(impl, device):
+    curves_ = [[[9.0] * 3] * 2] * 6
+    values, knots = read(impl, curves_, [[1.0, 1.0]] * 3, [0, 1, 2], device, [1, 0, 2])
+    nothing = -1.0 / PARTS_PER_KNOT
+    assert [[value > -math.inf for value in row] for row in values] == [
+        [True, False],
+        [False, False],
+        [True, True],
+    ]
+    assert knots == [[0.5, nothing], [nothing, nothing], [12.5, 15.5]]
+
+
 @pytest.mark.parametrize("scale", [HEAD_LOGITS, CERTAINTIES, MATCH_LENGTHS])
 @pytest.mark.parametrize("num_drafts", [1, 5, 8])
 def test_the_kernel_matches_its_twin(scale, num_drafts, device):
@@ -92,15 +119,21 @@ def test_the_kernel_matches_its_twin(scale, num_drafts, device):
     arguments = (
         logits.to(device),
         scores.to(device),
-        torch.tensor([3, 0, 2, 1, 3, 4], dtype=torch.int32, device=device),
-        torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0], device=device),
-        torch.tensor([False, True, False, True, True], device=device),
-        torch.tensor([True, False, False, False, True], device=device),
+        torch.tensor([9, 0, 9, 9, 1, 9], dtype=torch.int32, device=device),
+        torch.tensor([3, 0, 2, 1, 5, 4], dtype=torch.int32, device=device),
+        torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0, 0.0], device=device),
+        torch.tensor([False, True, False, True, True, True], device=device),
+        torch.tensor([True, False, False, False, True, False], device=device),
         scale,
     )
-    expected_probs, expected_marks = curves._read_curves_torch(*arguments)
+
+    def run(impl):
+        marks = torch.zeros(6, num_drafts, dtype=torch.int32, device=device)
+        return impl(*arguments, marks), marks
+
+    expected_probs, expected_marks = run(curves._read_curves_torch)
     for impl in (curves._read_curves_triton, curves.read_curves):
-        probs, marks = impl(*arguments)
+        probs, marks = run(impl)
         # The exponential and a fused multiplication round in their own way.
         torch.testing.assert_close(probs, expected_probs, rtol=0, atol=1e-6)
         assert torch.equal(marks, expected_marks)

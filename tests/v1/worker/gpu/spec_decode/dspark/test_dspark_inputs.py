@@ -1,4 +1,4 @@
-from dataclasses import fields
+from dataclasses import astuple, fields
 
 import pytest
 import torch
@@ -18,11 +18,15 @@ slots_of = pytest.mark.parametrize(
 
 
 def lay_out_torch(*arguments):
-    return inputs.BlockInputs(*inputs._lay_out_blocks_torch(*arguments))
+    *arguments, shape = arguments
+    made = inputs._lay_out_blocks_torch(*arguments, *astuple(shape))
+    return inputs.BlockInputs(*made)
 
 
 def lay_out_triton(*arguments):
-    return inputs.BlockInputs(*inputs._lay_out_blocks_triton(*arguments))
+    *arguments, shape = arguments
+    made = inputs._lay_out_blocks_triton(*arguments, *astuple(shape))
+    return inputs.BlockInputs(*made)
 
 
 layouts = pytest.mark.parametrize(
@@ -98,27 +102,44 @@ def test_what_has_no_block_is_refused():
         inputs.find_context_slots(*arguments, 4, 5)
     with pytest.raises(IndexError, match="no block"):
         blocks(inputs.lay_out_blocks, "cpu", 100, anchors=(3, 10))
+    with pytest.raises(IndexError, match="no row"):
+        blocks(inputs.lay_out_blocks, "cpu", 100, rows=(0, 3))
+    with pytest.raises(IndexError, match="4 of 3 blocks"):
+        blocks(inputs.lay_out_blocks, "cpu", 100, num_blocks=4)
 
 
-def blocks(impl, device, max_len, anchors=(3, 6)):
+def blocks(impl, device, max_len, anchors=(3, 6), rows=(2, 0), num_blocks=3):
+    # Token 10 * row + position, in rows of eight tokens.
+    tokens = torch.arange(3).unsqueeze(1) * 10 + torch.arange(8)
+    num_computed = [anchors[1], 0, anchors[0]]
     return impl(
-        torch.tensor([70, 71], device=device),
-        torch.tensor(anchors, device=device),
-        3,
-        99,
-        int32([[5, 6, 7], [1, 2, 3]], device),
-        4,
-        max_len,
+        int32(tokens.tolist(), device),
+        int32(num_computed, device),
+        int32([[1, 2, 3], [9, 9, 9], [5, 6, 7]], device),
+        int32(rows, device),
+        num_blocks,
+        inputs.BlockShape(
+            num_slots=3,
+            num_silent=1,
+            max_drafts=2,
+            mask_token_id=99,
+            block_size=4,
+            max_len=max_len,
+        ),
     )
 
 
 @layouts
 def test_a_block_starts_at_the_anchor_and_goes_on_with_masks(impl, device):
     got = blocks(impl, device, 100)
-    assert got.input_ids.tolist() == [70, 99, 99, 71, 99, 99]
+    assert got.input_ids.tolist() == [23, 99, 99, 6, 99, 99]
     assert got.positions.tolist() == [3, 4, 5, 6, 7, 8]
     assert got.slot_mapping.tolist() == [23, 24, 25, 10, 11, 12]
     assert got.seq_lens.tolist() == [6, 9]
+    assert got.query_start_loc.tolist() == [0, 3, 6]
+    assert got.anchors.tolist() == [3, 6]
+    assert got.anchor_ids.tolist() == [23, 6]
+    assert got.block_table.tolist() == [[5, 6, 7], [1, 2, 3]]
 
 
 @layouts
@@ -127,6 +148,23 @@ def test_what_has_no_place_is_not_written(impl, device):
     assert got.positions.tolist() == [3, 4, 0, 0, 0, 0]
     assert got.slot_mapping.tolist() == [23, 24, -1, -1, -1, -1]
     assert got.seq_lens.tolist() == [5, 5]
+
+
+@layouts
+def test_drafts_end_with_the_context(impl, device):
+    # The first of three slots is silent: its draft would be of the slot behind it.
+    assert blocks(impl, device, 100).num_drafts.tolist() == [2, 2]
+    assert blocks(impl, device, 8).num_drafts.tolist() == [2, 1]
+    assert blocks(impl, device, 6).num_drafts.tolist() == [2, 0]
+    assert blocks(impl, device, 4).num_drafts.tolist() == [0, 0]
+
+
+@layouts
+def test_a_token_that_was_not_kept_has_the_last_one_in_its_place(impl, device):
+    got = blocks(impl, device, 8, anchors=(3, 8))
+    assert got.anchors.tolist() == [3, 8]
+    assert got.anchor_ids.tolist() == [23, 7]
+    assert got.num_drafts.tolist() == [2, 0]
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 4, 9])
@@ -138,10 +176,17 @@ def test_the_kernel_lays_out_blocks_as_its_twin_does(impl, num_reqs, num_slots, 
     generator = torch.Generator().manual_seed(num_slots)
 
     def draw(high, *shape):
-        return torch.randint(0, high, shape, generator=generator).to(device)
+        values = torch.randint(0, high, shape, generator=generator)
+        return values.to(torch.int32).to(device)
 
-    table = draw(500, num_reqs, 6).to(torch.int32)
-    args = (draw(1000, num_reqs), draw(20, num_reqs), num_slots, 99, table, 4, 22)
+    args = (
+        draw(1000, 7, 20),
+        draw(21, 7),
+        draw(500, 7, 300),
+        draw(7, num_reqs),
+        290,
+        inputs.BlockShape(num_slots, num_slots // 2, 3, 99, 4, 22),
+    )
     expected, got = lay_out_torch(*args), impl(*args)
     for field in fields(inputs.BlockInputs):
         assert torch.equal(getattr(got, field.name), getattr(expected, field.name))

@@ -52,7 +52,6 @@ class ConfidenceEstimator:
         self._scale = scale
         self._states = sampling_states
         self._device = device
-        self._steps = torch.arange(num_speculative_tokens, device=device)
         # Of the last proposals, by request row; -1 for no draft, or one that was
         # counted.
         self._marks = torch.empty(
@@ -97,18 +96,17 @@ class ConfidenceEstimator:
             [num_reqs, num_speculative_tokens] float32: the probability that a draft is
             accepted if those before it are; 0 where there is no draft.
         """
-        is_none = self._steps >= num_drafts.unsqueeze(1)
-        probs, marks = read_curves(
+        return read_curves(
             self._curves,
-            scores.masked_fill(is_none, float("nan")),
+            scores,
+            num_drafts,
             idx_mapping,
             self._states.temperature.gpu,
             self._states.is_seeded.gpu,
             self._states.is_constrained.gpu,
             self._scale,
+            self._marks,
         )
-        self._marks[idx_mapping.long()] = marks
-        return probs
 
     def observe(
         self, layout: BatchLayout, idx_mapping: torch.Tensor, num_sampled: torch.Tensor

@@ -22,6 +22,8 @@ from vllm.v1.worker.gpu.spec_decode.dspark.context_queue import (
     ContextQueue,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.inputs import (
+    BlockInputs,
+    BlockShape,
     find_context_slots,
     lay_out_blocks,
 )
@@ -74,7 +76,16 @@ class DSparkSpeculator(Speculator):
         self._target_config = vllm_config.model_config
         self._num_drafts = config.num_speculative_tokens
         self._max_len = config.max_model_len
-        self._dspark_config = config.dspark_config
+        self._dspark_config = dspark = config.dspark_config
+        self._block_shape = BlockShape(
+            num_slots=dspark.block_size,
+            # A draft is read from the slot before it, or from its own.
+            num_silent=dspark.block_size - dspark.num_draft_tokens,
+            max_drafts=self._num_drafts,
+            mask_token_id=dspark.mask_token_id,
+            block_size=block_table.block_size,
+            max_len=self._max_len,
+        )
         self._req_states = req_states
         self._block_table = block_table
         self._device = device
@@ -153,9 +164,17 @@ class DSparkSpeculator(Speculator):
         rows_np = find_drafting_rows(batch, self._req_states)
         if not len(rows_np):
             return None
-        rows = to_device(rows_np, self._device)
-        is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
-        return self._complete(batch, rows, self._draft(batch, rows, is_all_greedy))
+        rows, idx_mapping_np, idx_mapping = (
+            None,
+            batch.idx_mapping_np,
+            batch.idx_mapping,
+        )
+        if len(rows_np) < batch.num_reqs:
+            rows = to_device(rows_np, self._device)
+            idx_mapping_np, idx_mapping = idx_mapping_np[rows_np], idx_mapping[rows]
+        is_all_greedy = self._sampler.prepare(idx_mapping_np)
+        drafted = self._draft(batch.max_seq_len, idx_mapping, is_all_greedy)
+        return self._complete(batch, rows, drafted)
 
     def write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
         self._queue_context(batch, taps)
@@ -168,8 +187,9 @@ class DSparkSpeculator(Speculator):
             return
         context = self._queue.take()
         with set_forward_context(ForwardContext(None, self._kv_caches)):
-            fused = self._model.combine_hidden_states(context.taps)
-            self._model.write_context_kv(fused, context.positions, context.slot_mapping)
+            self._model.write_context(
+                context.taps, context.positions, context.slot_mapping
+            )
 
     def _queue_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
         slot_mapping = find_context_slots(
@@ -181,74 +201,63 @@ class DSparkSpeculator(Speculator):
             self._block_table.block_size,
             self._max_len,
         )
-        # A token past the drafter's context has no rotation of its own.
-        positions = batch.positions.clamp(max=self._max_len - 1)
-        self._queue.add(Context(taps, positions, slot_mapping))
+        self._queue.add(Context(taps, batch.positions, slot_mapping))
 
     def _draft(
-        self, batch: InputBatch, rows: torch.Tensor, is_all_greedy: bool
+        self, max_seq_len: int, idx_mapping: torch.Tensor, is_all_greedy: bool
     ) -> ScoredDrafts:
-        """Return the drafts of these requests of the batch."""
-        states = self._req_states
-        idx_mapping = batch.idx_mapping[rows]
-        # The target has not computed the last known token.
-        anchor = states.num_computed_tokens.gpu[idx_mapping].long()
-        # A token past the end of the target's context was not kept; no draft follows.
-        last = states.all_token_ids.gpu.shape[1] - 1
-        anchor_ids = states.all_token_ids.gpu[idx_mapping, anchor.clamp(max=last)]
-        anchor_ids = anchor_ids.long()
-        hidden = self._run_blocks(batch, idx_mapping, anchor, anchor_ids)
-        drafts, scores = self._draw_in_parts(
-            hidden, anchor_ids, idx_mapping, anchor, is_all_greedy
-        )
-        # A draft is read from the slot before it, or from its own.
-        config = self._dspark_config
-        num_silent = config.block_size - config.num_draft_tokens
-        num_drafts = (self._max_len - num_silent - anchor).clamp(0, self._num_drafts)
-        steps = torch.arange(self._num_drafts, device=self._device)
-        drafts.masked_fill_(steps >= num_drafts.unsqueeze(1), -1)
-        return ScoredDrafts(drafts, num_drafts.to(torch.int32), scores)
+        """Return the drafts of these request rows, [R] int32.
 
-    def _run_blocks(
-        self,
-        batch: InputBatch,
-        idx_mapping: torch.Tensor,
-        anchor: torch.Tensor,
-        anchor_ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return [num_rows, num_draft_tokens, hidden_size] of a block a request."""
-        config = self._dspark_config
-        num_slots, num_rows = config.block_size, len(anchor)
-        max_seq_len = min(batch.max_seq_len + num_slots, self._max_len)
-        blocks = self._block_table.gather(idx_mapping, max_seq_len)
+        Args:
+            max_seq_len: no context of them is longer.
+        """
+        states, table, shape = self._req_states, self._block_table, self._block_shape
+        max_seq_len = min(max_seq_len + shape.num_slots, self._max_len)
         inputs = lay_out_blocks(
-            anchor_ids,
-            anchor,
-            num_slots,
-            config.mask_token_id,
-            blocks,
-            self._block_table.block_size,
-            self._max_len,
+            states.all_token_ids.gpu,
+            states.num_computed_tokens.gpu,
+            table.rows,
+            idx_mapping,
+            table.count_blocks(max_seq_len),
+            shape,
         )
         metadata = AttentionMetadata(
-            query_start_loc=torch.arange(
-                0,
-                (num_rows + 1) * num_slots,
-                num_slots,
-                dtype=torch.int32,
-                device=self._device,
-            ),
+            query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            block_table=blocks,
+            block_table=inputs.block_table,
             slot_mapping=inputs.slot_mapping,
-            num_tokens=num_rows * num_slots,
-            max_query_len=num_slots,
+            num_tokens=len(inputs.input_ids),
+            max_query_len=shape.num_slots,
             max_seq_len=max_seq_len,
-            block_size=self._block_table.block_size,
+            block_size=shape.block_size,
             is_causal=False,
         )
         with set_forward_context(ForwardContext(metadata, self._kv_caches)):
-            return self._model(inputs.input_ids, inputs.positions)
+            drafts, scores = self._run_blocks(inputs, idx_mapping, is_all_greedy)
+        return ScoredDrafts(drafts, inputs.num_drafts, scores)
+
+    def _run_blocks(
+        self, inputs: BlockInputs, idx_mapping: torch.Tensor, is_all_greedy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return drafts and scores, as `_draw` does; -1 past num_drafts."""
+        draws = self._sampler.begin(idx_mapping, inputs.anchors, is_all_greedy)
+        drafted = self._model.maybe_draft(
+            inputs.input_ids,
+            inputs.positions,
+            inputs.num_drafts,
+            self._num_drafts,
+            self._max_chunk_reqs,
+            self._sampler.for_block(draws),
+        )
+        if drafted is not None:
+            return drafted
+        hidden = self._model(inputs.input_ids, inputs.positions)
+        drafts, scores = self._draw_in_parts(
+            hidden, inputs.anchor_ids, idx_mapping, inputs.anchors, is_all_greedy
+        )
+        steps = torch.arange(self._num_drafts, device=self._device)
+        drafts.masked_fill_(steps >= inputs.num_drafts.unsqueeze(1), -1)
+        return drafts, scores
 
     def _draw_in_parts(
         self,
