@@ -13,6 +13,7 @@ from vllm.v1.structured_output.grammar_spec import GrammarSpec
 class _Compiled:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.is_spent = False
 
 
 class _Pool:
@@ -137,3 +138,14 @@ def test_a_compilation_that_was_dropped_from_the_queue_is_started_again():
     pool.work.clear()
     good = entry()
     assert compile_now(cache, "a", lambda: good) is good
+
+
+def test_a_grammar_that_was_spent_is_compiled_again():
+    cache = GrammarCache(8, 100)
+    spent = compile_now(cache, "a")
+    spent[1].is_spent = True
+    again = compile_now(cache, "a")
+    assert again is not spent
+    assert compile_now(cache, "a") is again
+    assert len(cache) == 1
+    assert cache.num_bytes == 1

@@ -10,7 +10,8 @@ from vllm.v1.structured_output.regex_syntax import (
 
 @pytest.mark.parametrize(
     "pattern",
-    ["", "abc", r"\(", "[(]", "[]a]", "[^]a]", "(?:a|b){2,3}", "(?P<x>a)", r"\\", "a{"],
+    ["", "abc", r"\(", "[(]", "[]a]", "[^]a]", "(?:a|b){2,3}", "(?P<x>a)", r"\\", "a{"]
+    + [r"[-\d-]", r"[a-z-\d]", r"[\w--\d]"],
 )
 def test_well_formed_patterns_pass(pattern):
     assert describe_regex_fault(pattern) is None
@@ -28,6 +29,8 @@ def test_well_formed_patterns_pass(pattern):
         (r"(a)\1", "back reference"),
         (r"(?P<x>a)(?P=x)", "back reference"),
         (r"\bfoo", r"assertion \b"),
+        (r"[+-\d]", r"class as a bound of the range +-\d"),
+        (r"[^a\s-x]", r"class as a bound of the range \s-x"),
         ("(" * 200 + ")" * 200, "deeper than 100"),
         ("(" * 50_000, "longer than 10000"),
         ("a{1000000}", "more than 100000 times"),
@@ -65,6 +68,9 @@ def test_full_anchoring(pattern, expected):
         (r"\D", r"\D"),
         (r"\\d", r"\\d"),
         (r"\[\d", r"\[[0-9]"),
+        (r"[-\d-]", "[-0-9-]"),
+        (r"[\-\d]", r"[\-0-9]"),
+        (r"[a-z-\d]", "[a-z-0-9]"),
     ],
 )
 def test_classes_are_only_made_narrower(pattern, narrowed):

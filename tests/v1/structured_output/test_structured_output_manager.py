@@ -18,9 +18,13 @@ from tests.v1.structured_output.walks import (
     make_request,
     next_ids,
     tokenizer,
+    vocabulary,
 )
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_types import Vocabulary
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputGrammar,
+    Vocabulary,
+)
 
 both_backends = pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
 PERSON = {
@@ -287,6 +291,185 @@ def test_a_step_without_constrained_requests_has_no_mask(manager):
     assert manager.grammar_bitmask({}, [], {}) is None
 
 
+# A library that gives up.
+
+SPENDING = "((e{1,1000}){1,1000}){1,1000}"
+ENDLESS = 'start: "cat dog" (" ok fine sir" | " no" inf)\ninf: " no" inf'
+
+
+def walk(manager: StructuredOutputManager, request: Any, num_tokens: int) -> int:
+    """Say the longest token that is allowed, again and again; returns how many."""
+    texts = vocabulary().tokens
+    for number in range(num_tokens):
+        (row,), _ = rows(manager, request, [])
+        text_ids = [i for i in row if i != EOS]
+        token_id = max(text_ids, key=lambda i: len(texts[i]), default=EOS)
+        if not manager.accept_tokens(request, [token_id]):
+            return number
+    return num_tokens
+
+
+def test_a_request_that_spends_its_lexer_harms_no_other_with_its_grammar(manager):
+    before, live = (compiled(manager, regex=SPENDING) for _ in range(2))
+    expected = rows(manager, before, [])[0]
+    assert walk(manager, live, 2) == 2
+    spending = compiled(manager, regex=SPENDING)
+    num_said = walk(manager, spending, 1000)
+    assert num_said < 1000
+    assert "too many expressions" in (manager.get_failure(spending) or "")
+    # Those in flight, at the beginning and in the middle, and those that come later.
+    assert rows(manager, before, [])[0] == expected
+    assert walk(manager, before, 2) == walk(manager, live, 2) == 2
+    after = compiled(manager, regex=SPENDING)
+    assert rows(manager, after, [])[0] == expected
+    assert walk(manager, after, 4) == 4
+    assert manager.get_failure(live) is manager.get_failure(after) is None
+    # It gets as far when it is sent again.
+    again = compiled(manager, regex=SPENDING)
+    assert walk(manager, again, 1000) == num_said
+
+
+def test_a_lexer_that_is_spent_in_a_batch_spoils_no_other_row():
+    manager = make_manager("guidance")
+    spending = compiled(manager, regex=SPENDING)
+    walk(manager, spending, 4)
+    others = {f"o{i}": compiled(manager, regex=SPENDING) for i in range(10)}
+    requests = {"s": spending, **others}
+    expected = rows(manager, others["o0"], [])[0][0]
+    texts = vocabulary().tokens
+    for _ in range(1000):
+        output = manager.grammar_bitmask(requests, list(requests), {})
+        assert output is not None
+        for mask in output.grammar_bitmask[1:]:
+            assert allowed_ids(mask) == expected
+        row = [i for i in allowed_ids(output.grammar_bitmask[0]) if i != EOS]
+        if not row:
+            break
+        token_id = max(row, key=lambda i: len(texts[i]))
+        if not manager.accept_tokens(spending, [token_id]):
+            break
+    assert manager.get_failure(spending) is not None
+    assert [manager.get_failure(request) for request in others.values()] == [None] * 10
+    manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('start: "a" start', "a"),
+        ('root ::= "a" root', "a"),
+        ('start: "a"+ x\nx: "b" x', "ab"),
+    ],
+)
+def test_a_text_that_never_ends_is_the_fault_of_its_constraint(manager, grammar, text):
+    request = compiled(manager, grammar=grammar)
+    if manager.accept_tokens(request, encode(text)):
+        assert walk(manager, request, 20) < 20
+    assert "Too many items" in (manager.get_failure(request) or "")
+
+
+def test_a_draft_that_the_library_gives_up_on_is_a_refused_draft(manager):
+    request, plain = (compiled(manager, grammar=ENDLESS) for _ in range(2))
+    for other in (request, plain):
+        assert manager.accept_tokens(other, encode("cat dog"))
+    (no,) = encode(" no")
+    (expected,), _ = rows(manager, plain, [])
+    ids, acceptable = rows(manager, request, [no] * 4)
+    assert ids[0] == expected
+    assert acceptable[0] < 4
+    assert manager.get_failure(request) is None
+    for token_id in encode(" ok fine sir"):
+        assert rows(manager, request, [no] * 4)[0][0] == rows(manager, plain, [])[0][0]
+        assert manager.accept_tokens(request, [token_id])
+        assert manager.accept_tokens(plain, [token_id])
+    assert manager.is_terminated(request)
+
+
+def test_a_batch_looks_over_such_a_draft_as_each_request_alone(manager):
+    (no,) = encode(" no")
+    requests = {str(i): compiled(manager, grammar=ENDLESS) for i in range(4)}
+    for request in requests.values():
+        assert manager.accept_tokens(request, encode("cat dog"))
+    drafts = {req_id: [no] * (int(req_id) + 1) for req_id in requests}
+    together = manager.grammar_bitmask(requests, list(requests), drafts)
+    assert together is not None
+    for number, (req_id, request) in enumerate(requests.items()):
+        ids, acceptable = rows(manager, request, drafts[req_id])
+        start = sum(range(1, number + 1)) + number
+        stop = start + number + 2
+        assert [*map(allowed_ids, together.grammar_bitmask[start:stop])] == ids
+        assert together.num_acceptable_drafts[number] == acceptable[0]
+        assert manager.get_failure(request) is None
+
+
+def test_such_a_draft_fails_the_request_if_it_is_taken_after_all(manager):
+    request = compiled(manager, grammar=ENDLESS)
+    assert manager.accept_tokens(request, encode("cat dog"))
+    (no,) = encode(" no")
+    rows(manager, request, [no] * 4)
+    assert not manager.accept_tokens(request, [no] * 5)
+    assert "Too many items" in (manager.get_failure(request) or "")
+
+
+def test_a_spending_look_ahead_leaves_the_request_and_the_others(manager):
+    request, other = (compiled(manager, regex=SPENDING) for _ in range(2))
+    assert walk(manager, other, 2) == 2
+    drafts = encode("e") * 1000
+    for _ in range(2):
+        _, acceptable = rows(manager, request, drafts)
+        assert 0 < acceptable[0] < 1000
+    assert walk(manager, request, 3) == walk(manager, other, 3) == 3
+    assert manager.get_failure(request) is manager.get_failure(other) is None
+
+
+class _FragileGrammar(StructuredOutputGrammar):
+    """Allows every token; the library breaks behind the third, for good."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary(), (EOS,))
+        self.library: list[int] = []
+        self.is_broken = False
+
+    def _accept_text(self, token_id: int) -> bool:
+        assert not self.is_broken
+        self.library.append(token_id)
+        return True
+
+    def _rollback_text(self, num_tokens: int) -> None:
+        del self.library[-num_tokens:]
+
+    def _restart_text(self) -> None:
+        self.library, self.is_broken = list(self._text_ids), False
+
+    def _may_end(self) -> bool:
+        return False
+
+    def _is_closed(self) -> bool:
+        return False
+
+    def _compute_words(self) -> np.ndarray | None:
+        if len(self.library) >= 3:
+            self.is_broken = True
+            self.fail("broken")
+            return None
+        words = np.zeros(vocabulary().num_mask_words, dtype=np.int32)
+        words[len(self.library)] = -1
+        return words
+
+
+def test_what_is_behind_a_draft_without_a_mask_is_not_committed():
+    grammar = _FragileGrammar()
+    bitmask = np.empty((5, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    assert grammar.fill_ahead(bitmask, [5, 6, 7, 8]) == 2
+    assert grammar.failure is None
+    assert grammar.library == []
+    np.testing.assert_array_equal(bitmask[3:], bitmask[[2, 2]])
+    # The third draft was under a mask, the one behind it was not.
+    assert grammar.accept_tokens([5, 6, 7])
+    assert not grammar.accept_tokens([8])
+    assert grammar.failure == "broken"
+
+
 # Requests.
 
 
@@ -323,6 +506,62 @@ def test_the_engine_checks_again_what_the_front_should_have_checked(manager):
         "#/not: the keyword not is not supported",
         "structured_outputs.json",
     )
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\h",
+        r"\R",
+        r"\<ab\>",
+        r"\Q.\E",
+        r"[[:alpha:]]\h",
+        r"[a-z--b]\h",
+        r"\o{101}",
+        r"[+-\d]",
+    ],
+)
+@pytest.mark.parametrize("form", ["regex", "pattern", "patternProperties"])
+def test_a_pattern_is_never_read_in_another_dialect(manager, pattern, form):
+    params: dict[str, Any] = {"regex": pattern}
+    if form == "pattern":
+        params = {"json": {"type": "string", "pattern": f"^{pattern}$"}}
+    elif form == "patternProperties":
+        names = {f"^{pattern}$": {"type": "integer"}}
+        schema = {"type": "object", "patternProperties": names, "minProperties": 1}
+        params = {"json": {**schema, "additionalProperties": False}}
+    state = compile_request(manager, make_request(**params))
+    assert state.error is not None
+    assert state.error[1] == f"structured_outputs.{next(iter(params))}"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"regex": r"[^\u{0}-\u{10FFFF}]"},
+        {"regex": r"[^\x00-\x{10FFFF}]"},
+        {"json": {"type": "string", "pattern": "^[^\\u0000-\\u{10FFFF}]$"}},
+        {"json": {"enum": ["a"], "type": "integer"}},
+        {
+            "json": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}},
+                "required": ["b"],
+                "additionalProperties": False,
+            }
+        },
+    ],
+)
+def test_a_constraint_without_texts_is_not_given_to_the_other_library(manager, params):
+    state = compile_request(manager, make_request(**params))
+    assert state.error is not None
+    assert "xgrammar" not in manager._backends or state.grammar is None
+
+
+def test_gbnf_hex_escapes_are_two_digits_to_whoever_reads_them(manager):
+    # guidance does not read [\^], and xgrammar would read \x41a as one character.
+    request = make_request(grammar="root ::= [\\x41a] | [\\^]")
+    assert compile_request(manager, request).error is not None
 
 
 def test_gbnf_that_guidance_cannot_read_goes_to_xgrammar(manager):

@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.backend_types import (
+    EmptyGrammarError,
     GrammarError,
     StructuredOutputBackend,
     Vocabulary,
@@ -217,6 +218,9 @@ class StructuredOutputManager:
             backend = self._get_backend(name)
             try:
                 return backend, backend.compile_grammar(spec)
+            except EmptyGrammarError:
+                # Another library could only find texts by reading it differently.
+                raise
             except GrammarError as error:
                 refusals.append(str(error))
         raise GrammarError(refusals[0])

@@ -2,8 +2,10 @@
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import llguidance
 import numpy as np
@@ -15,6 +17,7 @@ from llguidance.numpy import (
 
 from vllm.v1.structured_output.backend_types import (
     CompiledGrammar,
+    EmptyGrammarError,
     FillJob,
     GrammarError,
     StructuredOutputBackend,
@@ -35,9 +38,21 @@ MAX_JSON_ITEMS_IN_ROW = 20_000
 # Without \u: an escaped letter would spell a declared property's name, or a character
 # that a pattern excludes, in a way that the grammar does not see.
 JSON_ESCAPES = 'nrtbf\\"'
+# Of a matcher's own parser. Any other error may be the lexer's, which copies share.
+PARSER_LIMIT = "parser error: Too many items"
+NO_TEXT = "no text satisfies the constraint"
+UNSATISFIABLE = "Unsatisfiable schema"
+# Longer than this no step may wait for a grammar that is compiled again.
+MAX_RECOMPILE_S = 0.25
+# Lexers that a request may wear out by its text and by its drafts: each costs a step
+# that all requests wait for.
+MAX_SPENT_LEXERS = 2
+MAX_SPENT_LEXERS_AHEAD = 16
 # A matcher's own memory, and what its automaton grows to per byte of source.
 BASE_BYTES = 256 * 1024
 BYTES_PER_SOURCE_BYTE = 256
+
+T = TypeVar("T")
 
 
 class GuidanceBackend(StructuredOutputBackend):
@@ -57,23 +72,37 @@ class GuidanceBackend(StructuredOutputBackend):
         )
 
     def compile_grammar(self, spec: GrammarSpec) -> "GuidanceCompiledGrammar":
+        started = time.thread_time()
         with _as_grammar_error("guidance could not compile the constraint"):
-            matcher = llguidance.LLMatcher(
+            grammar = _to_grammar(spec)
+
+        def create_matcher() -> llguidance.LLMatcher:
+            return llguidance.LLMatcher(
                 self._tokenizer,
-                _to_grammar(spec),
+                grammar,
                 log_level=0,
                 limits=self._json_limits if spec.kind == JSON else self._limits,
             )
-        _raise_matcher_error(matcher)
-        template = GuidanceGrammar(matcher, self._vocabulary, ())
+
+        with _as_grammar_error("guidance could not compile the constraint"):
+            matcher = create_matcher()
+        if matcher.is_error():
+            raise _to_refusal(matcher)
         # The first mask shows whether any text satisfies the grammar at all.
-        words = template.compute_first_words()
-        if template.failure is not None:
-            raise GrammarError(template.failure)
-        assert words is not None, "a first mask or a failure"
-        if template.is_terminated() or allows_only_end(words, self._vocabulary):
-            raise GrammarError("the constraint allows no text but the empty one")
-        return GuidanceCompiledGrammar(matcher, self._vocabulary, len(spec.text))
+        words = np.empty((1, self._vocabulary.num_mask_words), dtype=np.int32)
+        with _as_grammar_error("guidance could not use the constraint"):
+            fill_next_token_bitmask(matcher, words)
+        if _is_stuck(matcher):
+            raise _to_refusal(matcher)
+        if matcher.is_stopped() or allows_only_end(words[0], self._vocabulary):
+            raise EmptyGrammarError("the constraint allows no text but the empty one")
+        can_repeat = time.thread_time() - started <= MAX_RECOMPILE_S
+        return GuidanceCompiledGrammar(
+            create_matcher if can_repeat else None,
+            matcher,
+            self._vocabulary,
+            BASE_BYTES + BYTES_PER_SOURCE_BYTE * len(spec.text),
+        )
 
     def fill_bitmasks(self, jobs: Sequence[FillJob], bitmask: np.ndarray) -> list[int]:
         num_rows = sum(len(drafts) + 1 for _, _, drafts in jobs)
@@ -85,49 +114,105 @@ class GuidanceBackend(StructuredOutputBackend):
         first_row = 0
         for grammar, _, drafts in jobs:
             assert isinstance(grammar, GuidanceGrammar)
-            plan = grammar.plan_look_ahead(drafts)
-            plans.append((first_row, *plan))
+            plan = None
             if grammar.failure is None and not grammar.is_terminated():
-                rows_ahead = list(drafts[: plan[1]])
-                work.append((grammar.matcher, first_row, rows_ahead))
+                plan = grammar.plan_look_ahead(drafts)
+            plans.append((first_row, plan))
+            if plan is not None:
+                work.append((grammar, first_row, list(drafts[: plan[1]])))
             first_row += len(drafts) + 1
         try:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, work, words)
+            fill_next_token_bitmask_par_with_draft_tokens(
+                self._executor,
+                [(grammar.matcher, row, ahead) for grammar, row, ahead in work],
+                words,
+            )
         except BaseException as error:
             if not is_library_failure(error):
                 raise
             # One matcher failed: filled one by one, only its own request is lost.
             return super().fill_bitmasks(jobs, bitmask)
-        for (grammar, row, drafts), (source, _, num_open) in zip(
-            jobs, plans, strict=True
-        ):
+        # One that spends a lexer makes the masks of all that share it doubtful.
+        for grammar, _, ahead_ids in work:
+            grammar.note_masked(is_ahead=bool(ahead_ids))
+        num_acceptable = []
+        for (grammar, row, drafts), (source, plan) in zip(jobs, plans, strict=True):
             assert isinstance(grammar, GuidanceGrammar)
             rows = bitmask[row : row + len(drafts) + 1]
-            if not grammar.is_masked_by_library():
-                rows[:] = 0
-                grammar.close_row(rows[0])
-                rows[1:] = rows[0]
-                continue
-            for ahead in range(num_open + 1):
-                grammar.finish_row(rows[ahead], words[source + ahead])
-            rows[num_open + 1 :] = rows[num_open]
-        return [num_valid for _, num_valid, _ in plans]
+            num_valid, num_open = plan or (0, 0)
+            is_usable = plan is not None and grammar.is_masked()
+            if is_usable:
+                for ahead in range(num_open + 1):
+                    grammar.finish_row(rows[ahead], words[source + ahead])
+                rows[num_open + 1 :] = rows[num_open]
+                refused = drafts[num_valid : num_valid + 1]
+                is_usable = num_open < num_valid or not _allows_any(rows[-1], refused)
+            if not is_usable:
+                num_valid = grammar.fill_ahead(rows, drafts)
+            num_acceptable.append(num_valid)
+        return num_acceptable
 
 
 class GuidanceCompiledGrammar(CompiledGrammar):
-    """A matcher that has not moved; each request gets a copy."""
+    """A matcher that has not moved; each request gets a copy.
+
+    The copies share one lexer, which grows with what they read. Once it is past its
+    limits it fails all of them, so each of them moves to the successor of this.
+
+    Args:
+        create_matcher: compiles it again; None: that takes too long for a running step.
+    """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, num_chars: int
+        self,
+        create_matcher: Callable[[], llguidance.LLMatcher] | None,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        num_bytes: int,
     ) -> None:
+        self._create_matcher = create_matcher
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self.num_bytes = BASE_BYTES + BYTES_PER_SOURCE_BYTE * num_chars
+        self.num_bytes = num_bytes
+        self._is_spent = False
+        self._successor: GuidanceCompiledGrammar | None = None
+
+    @property
+    def is_spent(self) -> bool:
+        return self._is_spent
 
     def create_grammar(self, stop_token_ids: Collection[int]) -> "GuidanceGrammar":
-        return GuidanceGrammar(
-            self._matcher.deep_copy(), self._vocabulary, stop_token_ids
+        return GuidanceGrammar(self, self._vocabulary, stop_token_ids)
+
+    def copy_matcher(self) -> llguidance.LLMatcher:
+        """Return a matcher at the beginning, over the common lexer."""
+        return self._matcher.deep_copy()
+
+    def spend(self) -> None:
+        """Give up the common lexer."""
+        self._is_spent = True
+
+    def compile_again(self) -> "GuidanceCompiledGrammar | None":
+        """Return the same with a lexer of its own, or None if that takes too long."""
+        if self._create_matcher is None:
+            return None
+        return GuidanceCompiledGrammar(
+            self._create_matcher,
+            self._create_matcher(),
+            self._vocabulary,
+            self.num_bytes,
         )
+
+    def get_successor(self) -> "tuple[GuidanceCompiledGrammar | None, bool]":
+        """Return what its requests move to, and whether nothing has used that yet."""
+        is_new = self._successor is None or self._successor.is_spent
+        if is_new:
+            self._successor = self.compile_again()
+        return self._successor, is_new
+
+
+class _LibraryGaveUpError(Exception):
+    """A matcher is past its limits, or broken; the message says why."""
 
 
 class GuidanceGrammar(StructuredOutputGrammar):
@@ -135,47 +220,58 @@ class GuidanceGrammar(StructuredOutputGrammar):
 
     def __init__(
         self,
-        matcher: llguidance.LLMatcher,
+        source: GuidanceCompiledGrammar,
         vocabulary: Vocabulary,
         stop_token_ids: Collection[int],
     ) -> None:
         super().__init__(vocabulary, stop_token_ids)
-        self.matcher = matcher
+        self._source = source
+        self.matcher = source.copy_matcher()
+        self._is_planning = False
+        self._num_spent = 0
+        self._num_spent_ahead = 0
 
-    def compute_first_words(self) -> np.ndarray | None:
-        """Return the mask of the first token, with the end mark."""
-        return self._compute_words()
+    def plan_look_ahead(self, draft_token_ids: Sequence[int]) -> tuple[int, int] | None:
+        self._is_planning = True
+        plan = super().plan_look_ahead(draft_token_ids)
+        self._is_planning = False
+        return plan
 
-    def plan_look_ahead(self, draft_token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return how many drafts fit, and behind how many of them text may follow."""
-        if not draft_token_ids:
-            return 0, 0
-        num_valid = len(self.validate_tokens(draft_token_ids))
-        if num_valid == 0:
-            return 0, 0
-        # Only the last draft that fits can have ended the text.
-        for token_id in draft_token_ids[:num_valid]:
-            self._advance(token_id)
-        num_open = num_valid - self.is_terminated()
-        self.rollback(num_valid)
-        return num_valid, num_open
+    def note_masked(self, *, is_ahead: bool) -> None:
+        """Notice a lexer that was spent on masks, computed by the matcher itself."""
+        if self.matcher.is_error() and not self._is_own_limit():
+            self._spend(is_ahead)
 
-    def is_masked_by_library(self) -> bool:
-        """Whether the mask that was just computed can be used."""
-        if self.failure is None and not self.is_terminated():
-            self._check_matcher()
-            return self.failure is None
-        return False
+    def is_masked(self) -> bool:
+        """Whether those masks can be used."""
+        return not self._source.is_spent and not _is_stuck(self.matcher)
 
     def _accept_text(self, token_id: int) -> bool:
-        with self._failures():
-            return self.matcher.try_consume_tokens([token_id]) == 1
-        return False
+        return self._attempt(lambda: self._consume(token_id)) == 1
+
+    def _consume(self, token_id: int) -> int:
+        num_taken = self.matcher.try_consume_tokens([token_id])
+        if num_taken == 0 and not self._is_planning:
+            # With a spent lexer a token is refused without an error, a mask is not. A
+            # plan compares its masks with what was refused.
+            self._fill_words()
+        return num_taken
 
     def _rollback_text(self, num_tokens: int) -> None:
-        with self._failures():
-            if not self.matcher.rollback(num_tokens):
-                self.fail(_to_sentence(self.matcher.get_error()))
+        try:
+            self._check(lambda: self.matcher.rollback(num_tokens))
+        except _LibraryGaveUpError:
+            self._restart_text()
+
+    def _restart_text(self) -> None:
+        try:
+            if self._source.is_spent or not self._read_again(self._source):
+                # Not the common successor: this request wears out one after another.
+                source = self._check_call(self._source.compile_again)
+                if source is None or not self._read_again(source):
+                    self.fail("its text cannot be read again")
+        except _LibraryGaveUpError as error:
+            self.fail(str(error))
 
     def _may_end(self) -> bool:
         return self.failure is None and self.matcher.is_accepting()
@@ -184,26 +280,97 @@ class GuidanceGrammar(StructuredOutputGrammar):
         return self._may_end() and self.matcher.is_stopped()
 
     def _compute_words(self) -> np.ndarray | None:
-        words = np.empty((1, self.vocabulary.num_mask_words), dtype=np.int32)
-        with self._failures():
-            fill_next_token_bitmask(self.matcher, words)
-            self._check_matcher()
-        return None if self.failure is not None else words[0]
-
-    def _check_matcher(self) -> None:
-        """Notice a matcher that ran out of its limits, or has nowhere to go."""
-        has_stopped = self.matcher.is_stopped() and not self.matcher.is_accepting()
-        if has_stopped or self.matcher.is_error():
+        words = self._attempt(self._fill_words)
+        if self.failure is None and _is_stuck(self.matcher):
             self.fail(_describe_stop(self.matcher))
+        return None if self.failure is not None else words
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _fill_words(self) -> np.ndarray:
+        words = np.empty((1, self.vocabulary.num_mask_words), dtype=np.int32)
+        fill_next_token_bitmask(self.matcher, words)
+        return words[0]
+
+    def _is_own_limit(self) -> bool:
+        return _to_sentence(self.matcher.get_error()).startswith(PARSER_LIMIT)
+
+    def _attempt(self, operate: Callable[[], T]) -> T | None:
+        """Run an operation, and again with another lexer where the library gives up.
+
+        The lexer may have been worn out by others. Only what fails with a new one, or
+        by the parser that each matcher has to itself, is this request's own failure.
+        """
+        is_new: bool | None = False
+        reason = "its lexer is past its limits"
+        while True:
+            if self._source.is_spent and (
+                is_new or self._is_worn_out() or (is_new := self._move_on()) is None
+            ):
+                self.fail(reason)
+                return None
+            try:
+                return self._check(operate)
+            except _LibraryGaveUpError as error:
+                reason = str(error)
+            if reason.startswith(PARSER_LIMIT):
+                self.fail(reason)
+                return None
+            self._spend(self._is_ahead)
+
+    def _spend(self, is_ahead: bool) -> None:
+        """Give up the lexer, for all that share it, on this request's account."""
+        if not self._source.is_spent:
+            self._num_spent += not is_ahead
+            self._num_spent_ahead += is_ahead
+        self._source.spend()
+
+    def _is_worn_out(self) -> bool:
+        return (
+            self._num_spent >= MAX_SPENT_LEXERS
+            or self._num_spent_ahead >= MAX_SPENT_LEXERS_AHEAD
+        )
+
+    def _move_on(self) -> bool | None:
+        """Move to a lexer that is not spent; return whether it is a new one.
+
+        None if there is none.
+        """
+        # The first may have been worn out without anybody having noticed.
+        for _ in range(2):
+            try:
+                source, is_new = self._check_call(self._source.get_successor)
+            except _LibraryGaveUpError:
+                return None
+            if source is None:
+                return None
+            if self._read_again(source):
+                return is_new
+        return None
+
+    def _read_again(self, source: GuidanceCompiledGrammar) -> bool:
+        """Go to the same place in another grammar; False if its lexer is spent."""
+        self._source = source
         try:
-            yield
+            self.matcher = self._check_call(source.copy_matcher)
+            if self._text_ids:
+                self._check(lambda: self.matcher.consume_tokens(self._text_ids))
+        except _LibraryGaveUpError:
+            source.spend()
+            return False
+        return True
+
+    def _check(self, operate: Callable[[], T]) -> T:
+        result = self._check_call(operate)
+        if self.matcher.is_error():
+            raise _LibraryGaveUpError(_describe_stop(self.matcher))
+        return result
+
+    def _check_call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
         except BaseException as error:
             if not is_library_failure(error):
                 raise
-            self.fail(_to_sentence(str(error)))
+            raise _LibraryGaveUpError(_to_sentence(str(error))) from error
 
 
 class _TokenizerView:
@@ -252,15 +419,26 @@ def _as_grammar_error(prefix: str) -> Iterator[None]:
         raise GrammarError(f"{prefix}: {_to_sentence(str(error))}") from error
 
 
-def _raise_matcher_error(matcher: llguidance.LLMatcher) -> None:
-    if matcher.is_error():
-        raise GrammarError(_describe_stop(matcher))
+def _allows_any(row: np.ndarray, token_ids: Sequence[int]) -> bool:
+    known_ids = [i for i in token_ids if 0 <= i < 32 * len(row)]
+    return any(row[i // 32] >> (i % 32) & 1 for i in known_ids)
+
+
+def _is_stuck(matcher: llguidance.LLMatcher) -> bool:
+    """Whether a matcher is past its limits, or has nowhere to go."""
+    return matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting())
 
 
 def _describe_stop(matcher: llguidance.LLMatcher) -> str:
     message = _to_sentence(matcher.get_error())
     # A stop reason alone is no sentence: the grammar came to where no token fits.
-    return message if " " in message else "no text satisfies the constraint"
+    return message if " " in message else NO_TEXT
+
+
+def _to_refusal(matcher: llguidance.LLMatcher) -> GrammarError:
+    message = _describe_stop(matcher)
+    is_empty = message == NO_TEXT or message.startswith(UNSATISFIABLE)
+    return EmptyGrammarError(message) if is_empty else GrammarError(message)
 
 
 def _to_sentence(message: str) -> str:

@@ -1,7 +1,7 @@
 """What a grammar is to the engine, whichever library enforces it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 class GrammarError(ValueError):
     """A constraint that the library does not take; the message is for the client."""
+
+
+class EmptyGrammarError(GrammarError):
+    """A constraint that was understood, and that no text satisfies."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,11 @@ class StructuredOutputGrammar(ABC):
         self._stop_token_ids = frozenset(stop_ids)
         self._has_ended = False
         self._num_accepted = 0
+        # Accepted tokens that are text; all but a stop token at the end.
+        self._text_ids: list[int] = []
+        # Behind how many tokens the last rows were not vouched for, and why.
+        self._blind: tuple[int, str] | None = None
+        self._is_ahead = False
         stop_row = np.zeros(num_mask_words(vocab_size), dtype=np.uint32)
         for token_id in stop_ids:
             stop_row[token_id // 32] |= np.uint32(1 << (token_id % 32))
@@ -102,18 +111,16 @@ class StructuredOutputGrammar(ABC):
         for token_id in token_ids:
             if self.is_terminated():
                 break
+            if self._blind is not None and self._num_accepted >= self._blind[0]:
+                # A draft was taken behind which the library gave up.
+                self.fail(self._blind[1])
             if not self._advance(token_id):
                 return False
         return True
 
     def validate_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Return the leading tokens that fit, without advancing."""
-        num_valid = 0
-        for token_id in token_ids:
-            if self.is_terminated() or not self._advance(token_id):
-                break
-            num_valid += 1
-        self.rollback(num_valid)
+        num_valid, _, _ = self._look_ahead(token_ids, lambda _: None)
         return list(token_ids[:num_valid])
 
     def rollback(self, num_tokens: int) -> None:
@@ -124,6 +131,7 @@ class StructuredOutputGrammar(ABC):
             self._has_ended = False
             num_tokens -= 1
         if num_tokens:
+            del self._text_ids[-num_tokens:]
             self._rollback_text(num_tokens)
 
     def reset(self) -> None:
@@ -158,18 +166,24 @@ class StructuredOutputGrammar(ABC):
         Returns:
             The number of leading drafts that fit.
         """
+        self._blind = None
         self._fill_row(rows[0])
-        num_valid = last_row = 0
-        for token_id in draft_token_ids:
-            if self.is_terminated() or token_id < 0 or not self._advance(token_id):
-                break
-            num_valid += 1
-            if not self.is_terminated():
-                last_row = num_valid
-                self._fill_row(rows[last_row])
-        self.rollback(num_valid)
+        num_valid, last_row, reason = self._look_ahead(
+            draft_token_ids, lambda row: self._fill_row(rows[row])
+        )
         rows[last_row + 1 :] = rows[last_row]
+        if reason is not None:
+            self._blind = (self._num_accepted + last_row + 1, reason)
         return num_valid
+
+    def plan_look_ahead(self, draft_token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Return how many drafts fit, and behind how many of them text may follow.
+
+        None if the library gives up on the way: `fill_ahead` finds out how far it goes.
+        """
+        self._blind = None
+        num_valid, num_open, reason = self._look_ahead(draft_token_ids, lambda _: None)
+        return (num_valid, num_open) if reason is None else None
 
     def finish_row(self, row: np.ndarray, words: np.ndarray) -> None:
         """Turn the library's mask into the request's: the end mark into stop tokens.
@@ -209,6 +223,46 @@ class StructuredOutputGrammar(ABC):
         else:
             self.finish_row(row, words)
 
+    def _look_ahead(
+        self, draft_token_ids: Sequence[int], visit: Callable[[int], None]
+    ) -> tuple[int, int, str | None]:
+        """Advance over the leading drafts that fit, and back.
+
+        A library that gives up behind a draft does so for the draft, not for the
+        request: the draft counts as one that does not fit.
+
+        Args:
+            visit: called behind each draft that text may follow, with its number.
+
+        Returns:
+            How many drafts fit, behind how many of them text may follow, and why the
+            library gave up, or None.
+        """
+        if self.failure is not None:
+            return 0, 0, None
+        num_advanced = num_open = 0
+        self._is_ahead = True
+        for token_id in draft_token_ids:
+            if self.is_terminated() or not self._advance(token_id):
+                break
+            num_advanced += 1
+            if self.is_terminated():
+                break
+            visit(num_advanced)
+            if self.failure is not None:
+                break
+            num_open = num_advanced
+        self._is_ahead = False
+        reason, self.failure = self.failure, None
+        if reason is None:
+            self.rollback(num_advanced)
+            return num_advanced, num_open, None
+        self._num_accepted -= num_advanced
+        if num_advanced:
+            del self._text_ids[-num_advanced:]
+        self._restart_text()
+        return num_open, num_open, reason
+
     def _advance(self, token_id: int) -> bool:
         if self.failure is not None or not 0 <= token_id < self.vocabulary.end_mark:
             return False
@@ -216,7 +270,9 @@ class StructuredOutputGrammar(ABC):
             if not self._may_end():
                 return False
             self._has_ended = True
-        elif not self._accept_text(token_id):
+        elif self._accept_text(token_id):
+            self._text_ids.append(token_id)
+        else:
             return False
         self._num_accepted += 1
         return True
@@ -228,6 +284,10 @@ class StructuredOutputGrammar(ABC):
     @abstractmethod
     def _rollback_text(self, num_tokens: int) -> None:
         """Take back tokens accepted by `_accept_text`."""
+
+    @abstractmethod
+    def _restart_text(self) -> None:
+        """Read `_text_ids` again, from the start, after the library gave up."""
 
     @abstractmethod
     def _may_end(self) -> bool:
@@ -250,6 +310,11 @@ class CompiledGrammar(ABC):
     """
 
     num_bytes: int
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a request has worn out what all share: compile it again."""
+        return False
 
     @abstractmethod
     def create_grammar(

@@ -12,6 +12,7 @@ import xgrammar
 
 from vllm.v1.structured_output.backend_types import (
     CompiledGrammar,
+    EmptyGrammarError,
     GrammarError,
     StructuredOutputBackend,
     StructuredOutputGrammar,
@@ -19,6 +20,7 @@ from vllm.v1.structured_output.backend_types import (
     allows_only_end,
     is_library_failure,
 )
+from vllm.v1.structured_output.common_regex import spell_dots
 from vllm.v1.structured_output.grammar_spec import (
     JSON,
     MAX_WHITESPACE,
@@ -54,14 +56,14 @@ class XgrammarBackend(StructuredOutputBackend):
         grammar = XgrammarGrammar(compiled, self._vocabulary, ())
         words = grammar.compute_mask_words()
         if not words.any():
-            raise GrammarError("no text satisfies the constraint")
+            raise EmptyGrammarError("no text satisfies the constraint")
         if grammar.is_terminated():
-            raise GrammarError("the constraint allows no text but the empty one")
+            raise EmptyGrammarError("the constraint allows no text but the empty one")
         return XgrammarCompiledGrammar(compiled, self._vocabulary)
 
     def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         if spec.kind == REGEX:
-            return self._compiler.compile_regex(spec.text)
+            return self._compiler.compile_regex(spell_dots(spec.text))
         if spec.kind != JSON:
             return self._compiler.compile_grammar(spec.text)
         schema = close_declared_objects(spec.text)
@@ -101,6 +103,7 @@ class XgrammarGrammar(StructuredOutputGrammar):
         stop_token_ids: Collection[int],
     ) -> None:
         super().__init__(vocabulary, stop_token_ids)
+        self._compiled = compiled
         self._matcher = xgrammar.GrammarMatcher(compiled)
         # Whether nothing can follow is read from a mask, once for each state.
         self._closed: bool | None = None
@@ -124,7 +127,20 @@ class XgrammarGrammar(StructuredOutputGrammar):
 
     def _rollback_text(self, num_tokens: int) -> None:
         self._closed = None
-        self._matcher.rollback(num_tokens)
+        try:
+            self._matcher.rollback(num_tokens)
+        except RuntimeError:
+            self._restart_text()
+
+    def _restart_text(self) -> None:
+        self._closed = None
+        self._matcher = xgrammar.GrammarMatcher(self._compiled)
+        try:
+            is_replayed = all(map(self._matcher.accept_token, self._text_ids))
+        except RuntimeError:
+            is_replayed = False
+        if not is_replayed:
+            self.fail("the text could not be read again")
 
     def _may_end(self) -> bool:
         return self.failure is None and bool(self._matcher.is_completed())

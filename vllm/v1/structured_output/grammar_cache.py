@@ -82,8 +82,11 @@ class GrammarCache:
 
         with self._lock:
             if spec in self._kept:
-                self._kept.move_to_end(spec)
-                return self._kept[spec][0]
+                kept = self._kept[spec][0]
+                if not _is_spent(kept):
+                    self._kept.move_to_end(spec)
+                    return kept
+                self._drop(spec)
             running = self._running.get(spec)
             if running is None or _was_dropped(running):
                 running = self._running[spec] = submit(work)
@@ -101,13 +104,22 @@ class GrammarCache:
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+            if spec in self._kept:
+                self._drop(spec)
             self._kept[spec] = future, size
             self._num_bytes += size
             while (
                 len(self._kept) > self._max_entries or self._num_bytes > self._max_bytes
             ):
-                _, (_, evicted_bytes) = self._kept.popitem(last=False)
-                self._num_bytes -= evicted_bytes
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, spec: "GrammarSpec") -> None:
+        _, size = self._kept.pop(spec)
+        self._num_bytes -= size
+
+
+def _is_spent(kept: "Future[Entry]") -> bool:
+    return kept.exception() is None and kept.result()[1].is_spent
 
 
 def _was_dropped(running: "Future[Entry]") -> bool:

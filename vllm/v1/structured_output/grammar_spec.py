@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.common_regex import is_common_regex
 from vllm.v1.structured_output.json_schema import SchemaFault, check_schema
 from vllm.v1.structured_output.regex_syntax import (
     describe_regex_fault,
@@ -35,9 +36,8 @@ _WHITESPACE_PIECE = re.compile(
     r"[ \t\n\r]|\\[tnr]|\[(?:[ \t\n\r]|\\[tnr])+\]"
     r"|\(\?:|[()|?]|\{\d{1,2}(?:,\d{1,2})?\}"
 )
-_OPTION_GROUP = re.compile(r"\(\?(?!:|P?<)")
-# What is left of these after narrow_classes goes beyond ASCII.
-_UNICODE_CLASS = re.compile(r"\\[pPdDwWsS]")
+# Two digits elsewhere, and as many as there are to xgrammar.
+_GBNF_LONG_HEX = re.compile(r"\\x[0-9a-fA-F]{3}")
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,11 @@ def _resolve_regex(pattern: str, config: "StructuredOutputsConfig") -> GrammarSp
     if has_inner_anchor(pattern) and not is_fully_anchored(pattern):
         objections["xgrammar"] = "xgrammar takes ^ and $ only around the whole pattern"
     pattern = narrow_classes(pattern)
-    if _OPTION_GROUP.search(pattern) or _UNICODE_CLASS.search(pattern):
-        objections["xgrammar"] = "xgrammar does not take flags and Unicode classes"
+    if not is_common_regex(pattern):
+        objections["xgrammar"] = (
+            "xgrammar may read an escape, a class or a group of this regular "
+            "expression in another way"
+        )
     return GrammarSpec(REGEX, pattern, None, _choose_backends(objections, config))
 
 
@@ -158,7 +161,10 @@ def _resolve_grammar(grammar: str, config: "StructuredOutputsConfig") -> Grammar
     if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise _ConstraintFault(f"the grammar takes more than {MAX_GRAMMAR_BYTES} bytes")
     if _GBNF_ROOT.search(grammar):
-        return GrammarSpec(GBNF, grammar, None, _choose_backends({}, config))
+        objections = {}
+        if _GBNF_LONG_HEX.search(grammar):
+            objections["xgrammar"] = "xgrammar reads more than two digits behind \\x"
+        return GrammarSpec(GBNF, grammar, None, _choose_backends(objections, config))
     if not _LARK_START.search(grammar):
         raise _ConstraintFault(
             "the grammar needs a rule `start:` (Lark) or `root ::=` (GBNF)"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from vllm.v1.structured_output.common_regex import is_common_json_pattern
 from vllm.v1.structured_output.regex_syntax import (
     describe_regex_fault,
     is_fully_anchored,
@@ -542,6 +543,8 @@ def _xgrammar_typed_objection(node: Schema, keys: list[str]) -> str | None:
         return f"xgrammar enforces one of {', '.join(string_keys)} at a time"
     if any(not is_fully_anchored(p) for _, p in _patterns(node, "")):
         return "xgrammar needs patterns of the form ^...$"
+    if not all(is_common_json_pattern(p) for _, p in _patterns(node, "")):
+        return "xgrammar may read a part of the pattern in another way"
     if "multipleOf" in node and (
         types != ["integer"] or any(key in node for key in _BOUND_KEYWORDS)
     ):

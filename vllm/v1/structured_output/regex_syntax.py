@@ -15,6 +15,9 @@ _ASCII_MEMBERS = {"d": "0-9", "w": "0-9A-Za-z_", "s": " \\t\\n\\r\\f\\v"}
 _GROUP_OPENING = re.compile(r"\(\?(?:P?<[^>]*>|[a-zA-Z-]*:)")
 _BRACED_ESCAPE = re.compile(r"\\[pPxuU]\{[^}]*\}")
 _ASSERTION_ESCAPES = frozenset("bBAZzG")
+# A member of a class, a range of them, or a difference of two classes.
+_CLASS_ITEM = re.compile(r"(--|\\.|.)(?:-(?!-)(\\.|.))?", re.DOTALL)
+_CLASS_ESCAPES = frozenset(["\\d", "\\D", "\\w", "\\W", "\\s", "\\S"])
 
 
 def describe_regex_fault(pattern: str) -> str | None:
@@ -34,8 +37,9 @@ def describe_regex_fault(pattern: str) -> str | None:
             fault = _describe_escape_fault(pattern[position + 1 : position + 2])
             position += 1
         elif char == "[":
-            position = _find_class_end(pattern, position)
-            fault = "has an unclosed [" if position < 0 else None
+            end = _find_class_end(pattern, position)
+            fault = _describe_class_fault(pattern[position + 1 : end], is_open=end < 0)
+            position = end
         elif char == "(":
             depth += 1
             fault = _describe_group_fault(pattern, position, depth)
@@ -187,6 +191,16 @@ def _describe_escape_fault(escaped: str) -> str | None:
         return "has a back reference, which a grammar cannot enforce"
     if escaped in _ASSERTION_ESCAPES:
         return f"has the assertion \\{escaped}, which a grammar cannot enforce"
+    return None
+
+
+def _describe_class_fault(members: str, *, is_open: bool) -> str | None:
+    if is_open:
+        return "has an unclosed ["
+    for first, last in _CLASS_ITEM.findall(members.removeprefix("^")):
+        # Written out as members, it would become a range of other characters.
+        if last and not _CLASS_ESCAPES.isdisjoint((first, last)):
+            return f"has a class as a bound of the range {first}-{last}"
     return None
 
 
