@@ -131,6 +131,8 @@ class GuidanceBackend(StructuredOutputBackend):
             if not is_library_failure(error):
                 raise
             # One matcher failed: filled one by one, only its own request is lost.
+            for grammar, _, _ in work:
+                grammar.recover()
             return super().fill_bitmasks(jobs, bitmask)
         # One that spends a lexer makes the masks of all that share it doubtful.
         for grammar, _, ahead_ids in work:
@@ -148,6 +150,7 @@ class GuidanceBackend(StructuredOutputBackend):
                 refused = drafts[num_valid : num_valid + 1]
                 is_usable = num_open < num_valid or not _allows_any(rows[-1], refused)
             if not is_usable:
+                grammar.recover()
                 num_valid = grammar.fill_ahead(rows, drafts)
             num_acceptable.append(num_valid)
         return num_acceptable
@@ -245,6 +248,13 @@ class GuidanceGrammar(StructuredOutputGrammar):
     def is_masked(self) -> bool:
         """Whether those masks can be used."""
         return not self._source.is_spent and not _is_stuck(self.matcher)
+
+    def recover(self) -> None:
+        """Go back to the text, if the matcher gave up somewhere ahead of it."""
+        # A spent lexer is left behind by the next operation.
+        is_stuck_ahead = self.matcher.is_error() and not self._source.is_spent
+        if self.failure is None and is_stuck_ahead:
+            self._restart_text()
 
     def _accept_text(self, token_id: int) -> bool:
         return self._attempt(lambda: self._consume(token_id)) == 1
