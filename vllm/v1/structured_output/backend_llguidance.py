@@ -141,18 +141,13 @@ class GuidanceBackend(StructuredOutputBackend):
         for (grammar, row, drafts), (source, plan) in zip(jobs, plans, strict=True):
             assert isinstance(grammar, GuidanceGrammar)
             rows = bitmask[row : row + len(drafts) + 1]
-            num_valid, num_open = plan or (0, 0)
-            is_usable = plan is not None and grammar.is_masked()
-            if is_usable:
-                for ahead in range(num_open + 1):
-                    grammar.finish_row(rows[ahead], words[source + ahead])
-                rows[num_open + 1 :] = rows[num_open]
-                refused = drafts[num_valid : num_valid + 1]
-                is_usable = num_open < num_valid or not _allows_any(rows[-1], refused)
-            if not is_usable:
-                grammar.recover()
-                num_valid = grammar.fill_ahead(rows, drafts)
-            num_acceptable.append(num_valid)
+            if plan is not None and grammar.take_rows(
+                rows, words[source:], drafts, plan
+            ):
+                num_acceptable.append(plan[0])
+                continue
+            grammar.recover()
+            num_acceptable.append(grammar.fill_ahead(rows, drafts))
         return num_acceptable
 
 
@@ -245,9 +240,28 @@ class GuidanceGrammar(StructuredOutputGrammar):
         if self.matcher.is_error() and not self._is_own_limit():
             self._spend(is_ahead)
 
-    def is_masked(self) -> bool:
-        """Whether those masks can be used."""
-        return not self._source.is_spent and not _is_stuck(self.matcher)
+    def take_rows(
+        self,
+        rows: np.ndarray,
+        words: np.ndarray,
+        draft_token_ids: Sequence[int],
+        plan: tuple[int, int],
+    ) -> bool:
+        """Write the rows from the matcher's own masks; False if these cannot be used.
+
+        Args:
+            rows: [1 + number of drafts, ceil(vocab_size / 32)] int32, written.
+            words: [at least as many, num_mask_words] int32, with the end mark.
+            plan: of these drafts, see `plan_look_ahead`.
+        """
+        if self._source.is_spent or _is_stuck(self.matcher):
+            return False
+        num_valid, num_open = plan
+        for ahead in range(num_open + 1):
+            self.finish_row(rows[ahead], words[ahead])
+        rows[num_open + 1 :] = rows[num_open]
+        refused = draft_token_ids[num_valid : num_valid + 1]
+        return num_open < num_valid or not _allows_any(rows[-1], refused)
 
     def recover(self) -> None:
         """Go back to the text, if the matcher gave up somewhere ahead of it."""
