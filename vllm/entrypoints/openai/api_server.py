@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import FrontendArgs
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import configure_logging, init_logger
-from vllm.utils.gc_utils import freeze_gc_heap
+from vllm.utils.process_heap import settle_heap
 
 if TYPE_CHECKING:
     import uvicorn
@@ -65,7 +65,7 @@ def run_server(args: argparse.Namespace) -> None:
     engine = AsyncLLM.from_vllm_config(vllm_config)
     try:
         loader.join()
-        freeze_gc_heap()
+        settle_heap()
         is_healthy = uvloop.run(serve(engine, frontend, listener, start))
     finally:
         engine.shutdown()

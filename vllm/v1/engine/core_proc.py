@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from vllm.logger import configure_logging, init_logger
-from vllm.utils.gc_utils import freeze_gc_heap
+from vllm.utils.process_heap import settle_heap
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -93,7 +93,7 @@ class EngineCoreProc:
         ).start()
         self._put(STARTUP, StartupReport(ready=self.core.ready))
         self.core.warm_up_grammars()
-        freeze_gc_heap()
+        settle_heap()
 
     def stop(self) -> None:
         """Leave the loop after the current step; may be called by a signal handler."""
