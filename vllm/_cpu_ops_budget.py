@@ -55,6 +55,8 @@ class BudgetOps:
         num_slots, max_num_reqs, max_drafts = rounds.shape
         num_reqs = len(idx_mapping_np)
         past = np.empty((len(slots), num_reqs, max_drafts))
+        # Held by a name: an address alone keeps no array alive.
+        slots_np = np.array(slots, dtype=np.int64)
         _check_tenants(round_tenants, num_slots, max_num_reqs)
         failed = self._c.read_rounds(
             _address(rounds, num_slots, torch.float32),
@@ -64,7 +66,7 @@ class BudgetOps:
             max_num_reqs,
             _address(typical, max_drafts, torch.float64),
             max_drafts,
-            _host_address(np.array(slots), len(slots), torch.int64),
+            _host_address(slots_np, len(slots), torch.int64),
             len(slots),
             _host_address(idx_mapping_np, num_reqs, torch.int32),
             num_reqs,

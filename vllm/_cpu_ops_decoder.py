@@ -287,8 +287,9 @@ class CacheAddresses:
             raise ValueError("each layer needs a cache of whole blocks of 16 tokens")
         is_half = kv_caches[0].dtype is torch.float16
         dtype = torch.float16 if is_half else torch.float32
-        for index, cache in enumerate(kv_caches):
-            self._addresses[index] = address_of(cache, expected, dtype)
+        # All are looked at before one is taken over.
+        addresses = [address_of(cache, expected, dtype) for cache in kv_caches]
+        self._addresses[:] = addresses
         self._kv_caches = list(kv_caches)
 
 
@@ -333,7 +334,7 @@ class LinearDescriptions:
 
 
 def raise_if_outside(code: int) -> None:
-    """Raise what `vllm_decoder_layers` has found."""
+    """Raise what an operation on the paged cache has found before it changed a thing."""
     if code:
         what = ("position", "slot", "block", "token")[code - 1]
         raise IndexError(f"a {what} of the step is outside")

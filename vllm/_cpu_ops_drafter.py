@@ -299,6 +299,8 @@ class FusedBlockDrafter:
         num_tokens = num_reqs * weights.block_size
         if not 0 < num_steps <= self._max_drafts or max_reqs_at_once < 1:
             raise ValueError(f"{num_steps} drafts, {max_reqs_at_once} requests at once")
+        if positions.shape != (num_tokens,):
+            raise ValueError(f"{tuple(positions.shape)} positions of {num_reqs} blocks")
         step = self._layers.describe_step(
             positions,
             kv_caches,

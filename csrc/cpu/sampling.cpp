@@ -88,7 +88,8 @@ int64_t gumbel_argmax(const float* logits, int64_t size, int64_t key) {
   if (first < 0) return -1;
   const PhiloxKey philox_key(key);
   Best best{};
-  best.set(first, exact_score(logits[first], philox_uniform(philox_key, static_cast<uint32_t>(first))));
+  const float first_draw = philox_uniform(philox_key, static_cast<uint32_t>(first));
+  best.set(first, exact_score(logits[first], first_draw));
   for (int64_t start = 0; start < size; start += kLanes) {
     const Vec values = load_at(logits, start, size, -kInfinity);
     const Vec threshold = broadcast(best.threshold);

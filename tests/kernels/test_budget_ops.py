@@ -44,6 +44,22 @@ def test_past_confidences_equal_the_twins(ops, seed):
 
 
 @native_ops
+def test_what_is_read_lives_until_it_is_read(ops, monkeypatch):
+    read_rounds, spoilt = ops._c.read_rounds, []
+
+    def read_later(*args):
+        # Whoever allocates as much in between gets the memory of what is freed.
+        spoilt.extend(np.full(3, 2**40) for _ in range(16))
+        return read_rounds(*args)
+
+    monkeypatch.setattr(ops._c, "read_rounds", read_later)
+    typical = torch.tensor([0.5, 0.25, 0.1], dtype=torch.float64)
+    arguments = *make_rounds(0), typical, [3, 0, 2], ROWS
+    expected = _read_rounds_numpy(*arguments)
+    np.testing.assert_array_equal(ops.read_rounds(*arguments), expected)
+
+
+@native_ops
 @pytest.mark.parametrize("seed", range(4))
 def test_a_round_moves_what_is_typical_as_the_twin_does(ops, seed):
     rounds, round_tenants, tenants = make_rounds(seed)

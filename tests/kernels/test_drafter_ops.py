@@ -388,6 +388,12 @@ def test_blocks_outside_are_refused(ops):
         blocks.run(drafter, caches, num_steps=4)
     with pytest.raises(ValueError, match="expected contiguous"):
         blocks.run(drafter, caches, draws=make_draws(3, NUM_TOKENS))
+    for num_positions in (NUM_SLOTS, 3 * NUM_SLOTS):
+        blocks = Blocks((5, 9))
+        blocks.step.positions = torch.zeros(num_positions, dtype=torch.int64)
+        with pytest.raises(ValueError, match="positions of 2 blocks"):
+            blocks.run(drafter, caches)
+    blocks = Blocks((5, 9))
     with pytest.raises(ValueError, match="drafts' logits"):
         blocks.run(drafter, caches, draws=make_draws(2, NUM_COLUMNS + 10))
     weights = drafter_weights(ops, "float32", EXTRAS)

@@ -171,6 +171,17 @@ def test_bias_of_a_draft_by_hand(head_type, target, tmp_path):
     torch.testing.assert_close(bias, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_walk_never_chooses_nan(target, tmp_path):
+    config = make_config(markov_head_type="vanilla", markov_rank=8)
+    drafter = save_and_load(tmp_path, make_drafter(config, target), target)
+    logits = torch.full((2, 1, config.draft_vocab_size), -100.0)
+    logits[0, 0, 3], logits[0, 0, 7] = 100.0, float("nan")
+    logits[1] = float("nan")
+    with torch.no_grad():
+        ids, _ = drafter.markov_head.walk(logits, torch.tensor([5]), None)
+    assert ids.tolist() == [[3, 0]]
+
+
 def test_confidence_is_divided_by_the_temperature_of_its_position(target, tmp_path):
     plain = make_drafter(make_config(), target)
     hidden, e = torch.randn(2, BLOCK, 64), torch.randn(2, BLOCK, 8)

@@ -65,7 +65,9 @@ class MarkovHead(Layer):
         ids, embeddings = [first_ids], []
         for values in logits:
             embeddings.append(self.markov_w1(ids[-1]))
-            best = (values + self.markov_w2(embeddings[-1]).float()).argmax(dim=-1)
+            scores = values + self.markov_w2(embeddings[-1]).float()
+            # NaN is never chosen.
+            best = scores.masked_fill(scores.isnan(), float("-inf")).argmax(dim=-1)
             ids.append(best if column_ids is None else column_ids[best])
         return torch.stack(ids[1:], dim=1), torch.stack(embeddings, dim=1)
 

@@ -47,6 +47,13 @@ def test_greedy_drafts_are_the_argmax_and_have_no_distribution(device):
     assert sampler.draft_logits is None
 
 
+def test_nan_is_no_draft(device):
+    sampler = make_sampler(device, "greedy", GREEDY, GREEDY)
+    logits = torch.tensor([[0.0, 3.0, float("nan"), 1.0, -1.0]] * 2, device=device)
+    logits[1] = float("nan")
+    assert sample(sampler, logits).tolist() == [1, 0]
+
+
 def test_what_a_draft_was_drawn_from_is_kept_at_its_place(device):
     params = SamplingParams(temperature=0.5), GREEDY
     sampler = make_sampler(device, "probabilistic", *params)

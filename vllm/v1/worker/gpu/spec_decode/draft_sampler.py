@@ -9,7 +9,7 @@ from vllm._cpu_ops_drafter import BlockDraws
 from vllm.config import SpeculativeConfig
 from vllm.model_executor.layers.draft_vocab import DraftVocab
 from vllm.v1.worker.gpu.buffer_utils import to_device
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_argmax
+from vllm.v1.worker.gpu.sample.gumbel import greedy_argmax, gumbel_argmax
 from vllm.v1.worker.gpu.sample.random import block_noise_keys
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.temperature import apply_temperature
@@ -156,7 +156,8 @@ class DraftSampler:
         """
         vocab = self._draft_vocab
         if draws is None:
-            best = logits.argmax(dim=-1)
+            # A row of NaN has no likeliest token, and must not index.
+            best = greedy_argmax(logits).clamp(min=0)
             return best if vocab is None else vocab.map_ids(best)
         assert self.draft_logits is not None, "something is drawn"
         apply_temperature(logits, draws.idx_mapping, self._states.temperature.gpu)

@@ -164,11 +164,8 @@ class DSparkSpeculator(Speculator):
         rows_np = find_drafting_rows(batch, self._req_states)
         if not len(rows_np):
             return None
-        rows, idx_mapping_np, idx_mapping = (
-            None,
-            batch.idx_mapping_np,
-            batch.idx_mapping,
-        )
+        rows = None
+        idx_mapping_np, idx_mapping = batch.idx_mapping_np, batch.idx_mapping
         if len(rows_np) < batch.num_reqs:
             rows = to_device(rows_np, self._device)
             idx_mapping_np, idx_mapping = idx_mapping_np[rows_np], idx_mapping[rows]
