@@ -334,7 +334,7 @@ class LinearDescriptions:
 
 
 def raise_if_outside(code: int) -> None:
-    """Raise what an operation on the paged cache has found before it changed a thing."""
+    """Raise what an operation on the paged cache has found, before it changed it."""
     if code:
         what = ("position", "slot", "block", "token")[code - 1]
         raise IndexError(f"a {what} of the step is outside")
