@@ -99,6 +99,7 @@ def test_a_confidence_does_not_depend_on_its_draft(
     monkeypatch.setattr(DraftSampler, "sample", sample_other)
     # All drafts in one call are the same ones, but nobody can change one on the way.
     monkeypatch.setattr(DSparkModel, "can_walk", False)
+    monkeypatch.setattr(DSparkModel, "maybe_draft", lambda *_: None)
     depends_on_earlier = False
 
     def look(propose: Any, batch: InputBatch, *args: Any) -> Drafts:
