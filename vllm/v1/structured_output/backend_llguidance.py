@@ -134,8 +134,9 @@ class GuidanceBackend(StructuredOutputBackend):
             for grammar, _, _ in work:
                 grammar.recover()
             return super().fill_bitmasks(jobs, bitmask)
-        # One that spends a lexer makes the masks of all that share it doubtful.
-        for grammar, _, ahead_ids in work:
+        # One that spends a lexer makes the masks of all that share it doubtful. It is
+        # charged to drafts before it is to a text.
+        for grammar, _, ahead_ids in sorted(work, key=lambda item: not item[2]):
             grammar.note_masked(is_ahead=bool(ahead_ids))
         num_acceptable = []
         for (grammar, row, drafts), (source, plan) in zip(jobs, plans, strict=True):
