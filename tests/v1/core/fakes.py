@@ -93,6 +93,7 @@ class FakeGrammar:
         self.token_ids = token_ids
         self.num_accepted = 0
         self.failure: str | None = None
+        self.takes_drafts = True
 
 
 class FakeGrammarManager:
@@ -117,6 +118,10 @@ class FakeGrammarManager:
             return False
         grammar.num_accepted = end
         return True
+
+    def takes_drafts(self, request: Request) -> bool:
+        grammar = getattr(request.structured_output_request, "grammar", None)
+        return grammar is None or grammar.takes_drafts
 
     def is_terminated(self, request: Request) -> bool:
         grammar = request.structured_output_request.grammar

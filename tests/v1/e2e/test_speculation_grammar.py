@@ -14,6 +14,7 @@ from tests.v1.e2e.tiny_engine import TinyEngine, visible
 from tests.v1.engine.fakes import EOS, make_tokenizer
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output import backend_llguidance
 from vllm.v1.structured_output.grammar_spec import MAX_WHITESPACE
 
 TOKENIZER = make_tokenizer()
@@ -316,4 +317,22 @@ def test_a_draft_that_the_library_gives_up_on_is_only_refused(
     outputs = engine.run(requests)
     engine.shutdown()
     assert [text_of(output) for output in outputs] == ["xyokfine"] * 3
+    assert [visible(output) for output in outputs] == expected
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "ngram adaptive"])
+def test_a_grammar_that_cannot_look_ahead_goes_on_without_drafts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+):
+    # As if no grammar could be compiled again within a step.
+    monkeypatch.setattr(backend_llguidance, "MAX_RECOMPILE_S", -1.0)
+    params = constrained(regex="(abc){9}", temperature=0.0)
+    requests = [("abcabcabc", params), ("abcabcabc", PLAIN)] * 2
+    plain = TinyEngine(model)
+    expected = [visible(output) for output in plain.run(requests)]
+    plain.shutdown()
+    engine = make_engine(drafter, model, tmp_path)
+    outputs = engine.run(requests)
+    engine.shutdown()
+    assert [text_of(output) for output in outputs[::2]] == ["abc" * 9] * 2
     assert [visible(output) for output in outputs] == expected

@@ -11,6 +11,7 @@ from tests.v1.structured_output.walks import (
     VOCAB_SIZE,
     accepts,
     allowed_ids,
+    backend,
     compile_request,
     encode,
     make_grammar,
@@ -20,11 +21,16 @@ from tests.v1.structured_output.walks import (
     tokenizer,
     vocabulary,
 )
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output import StructuredOutputManager, backend_llguidance
+from vllm.v1.structured_output.backend_llguidance import (
+    MAX_SPENT_LEXERS_AHEAD,
+    GuidanceCompiledGrammar,
+)
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputGrammar,
     Vocabulary,
 )
+from vllm.v1.structured_output.grammar_spec import REGEX, GrammarSpec
 
 both_backends = pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
 PERSON = {
@@ -418,12 +424,93 @@ def test_such_a_draft_fails_the_request_if_it_is_taken_after_all(manager):
 def test_a_spending_look_ahead_leaves_the_request_and_the_others(manager):
     request, other = (compiled(manager, regex=SPENDING) for _ in range(2))
     assert walk(manager, other, 2) == 2
-    drafts = encode("e") * 1000
-    for _ in range(2):
-        _, acceptable = rows(manager, request, drafts)
-        assert 0 < acceptable[0] < 1000
+    _, acceptable = rows(manager, request, encode("e") * 1000)
+    assert 0 < acceptable[0] < 1000
     assert walk(manager, request, 3) == walk(manager, other, 3) == 3
     assert manager.get_failure(request) is manager.get_failure(other) is None
+
+
+@pytest.fixture
+def num_compiled(monkeypatch):
+    """How often a running step has compiled a grammar again, in a list of one."""
+    count = [0]
+    compile_again = GuidanceCompiledGrammar.compile_again
+
+    def count_and_compile(self: GuidanceCompiledGrammar) -> Any:
+        count[0] += 1
+        return compile_again(self)
+
+    monkeypatch.setattr(GuidanceCompiledGrammar, "compile_again", count_and_compile)
+    return count
+
+
+def test_drafts_wear_out_few_lexers_of_a_request_in_all(num_compiled):
+    manager = make_manager("guidance")
+    request = compiled(manager, regex=SPENDING)
+    expected = rows(manager, request, [])[0][0]
+    drafts = encode("e") * 1000
+    for _ in range(20):
+        assert rows(manager, request, drafts)[0][0] == expected
+    assert 0 < num_compiled[0] <= MAX_SPENT_LEXERS_AHEAD
+    assert not manager.takes_drafts(request)
+    # Behind a draft that it no longer looks at stands what is for a refused one.
+    ids, acceptable = rows(manager, request, drafts[:3])
+    assert ids == [expected] * 4
+    assert acceptable == [0]
+    # It goes on as it would without drafts.
+    plain = compiled(manager, regex=SPENDING)
+    for _ in range(3):
+        assert manager.get_failure(request) is None
+        assert rows(manager, request, drafts)[0][0] == rows(manager, plain, [])[0][0]
+        assert walk(manager, request, 1) == walk(manager, plain, 1) == 1
+    manager.shutdown()
+
+
+def test_drafts_of_a_batch_wear_out_few_lexers_and_fail_nobody(num_compiled):
+    manager = make_manager("guidance")
+    requests = {str(i): compiled(manager, regex=SPENDING) for i in range(4)}
+    expected = rows(manager, requests["0"], [])[0][0]
+    drafts = {req_id: encode("e") * 40 for req_id in requests if req_id != "0"}
+    for _ in range(6):
+        output = manager.grammar_bitmask(requests, list(requests), drafts)
+        assert output is not None
+        for row in (0, 1, 42, 83):
+            assert allowed_ids(output.grammar_bitmask[row]) == expected
+    # A batch looks over them once together, and then over those of each.
+    assert 0 < num_compiled[0] <= len(drafts) * (MAX_SPENT_LEXERS_AHEAD + 2)
+    for request in requests.values():
+        assert walk(manager, request, 3) == 3
+        assert manager.get_failure(request) is None
+    manager.shutdown()
+
+
+def test_drafts_never_spend_a_lexer_that_cannot_be_compiled_again(monkeypatch):
+    monkeypatch.setattr(backend_llguidance, "MAX_RECOMPILE_S", -1.0)
+    manager = make_manager("guidance")
+    other, request = (compiled(manager, regex=SPENDING) for _ in range(2))
+    assert walk(manager, other, 2) == 2
+    expected = rows(manager, request, [])[0][0]
+    ids, acceptable = rows(manager, request, encode("e") * 100)
+    assert ids == [expected] * 101
+    assert acceptable == [0]
+    assert not manager.takes_drafts(request)
+    for one in (other, request):
+        assert walk(manager, one, 3) == 3
+        assert manager.get_failure(one) is None
+    manager.shutdown()
+
+
+def test_every_request_moves_to_the_last_lexer_that_was_compiled(num_compiled):
+    spec = GrammarSpec(REGEX, "a+", None, ("guidance",))
+    first: Any = backend("guidance").compile_grammar(spec)
+    first.spend()
+    second, is_new = first.get_successor()
+    assert is_new
+    second.spend()
+    third, is_new = second.get_successor()
+    assert is_new
+    assert first.get_successor() == second.get_successor() == (third, False)
+    assert num_compiled == [2]
 
 
 class _FragileGrammar(StructuredOutputGrammar):

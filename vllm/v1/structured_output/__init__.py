@@ -151,7 +151,11 @@ class StructuredOutputManager:
             assert state is not None, f"request {req_id} has no grammar"
             assert state.grammar is not None, f"grammar of {req_id} is not compiled"
             assert state.backend is not None, f"grammar of {req_id} has no backend"
-            job = (state.grammar, first_rows[index], drafts[index])
+            ids = drafts[index]
+            if not state.grammar.takes_drafts:
+                # Decided before the step: within it, what is scheduled is looked over.
+                ids = [-1] * len(ids)
+            job = (state.grammar, first_rows[index], ids)
             jobs.setdefault(state.backend, []).append((index, job))
         for backend, indexed_jobs in jobs.items():
             filled = backend.fill_bitmasks([job for _, job in indexed_jobs], bitmask)
@@ -183,6 +187,14 @@ class StructuredOutputManager:
         """Return why a library gave up on a request's constraint, or None."""
         state = request.structured_output_request
         return None if state is None or state.grammar is None else state.grammar.failure
+
+    def takes_drafts(self, request: "Request") -> bool:
+        """Whether the drafts of a request can be verified.
+
+        They count as unknown where this is False, and so as refused.
+        """
+        state = request.structured_output_request
+        return state is None or state.grammar is None or state.grammar.takes_drafts
 
     def is_terminated(self, request: "Request") -> bool:
         """Whether a request's text is complete and nothing can follow it."""

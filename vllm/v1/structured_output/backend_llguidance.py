@@ -44,10 +44,10 @@ NO_TEXT = "no text satisfies the constraint"
 UNSATISFIABLE = "Unsatisfiable schema"
 # Longer than this no step may wait for a grammar that is compiled again.
 MAX_RECOMPILE_S = 0.25
-# Lexers that a request may wear out by its text and by its drafts: each costs a step
-# that all requests wait for.
+# Lexers that a request may wear out by its text before it fails, and by its drafts
+# before it gets no more of them: each costs a step that all requests wait for.
 MAX_SPENT_LEXERS = 2
-MAX_SPENT_LEXERS_AHEAD = 16
+MAX_SPENT_LEXERS_AHEAD = 2
 # A matcher's own memory, and what its automaton grows to per byte of source.
 BASE_BYTES = 256 * 1024
 BYTES_PER_SOURCE_BYTE = 256
@@ -134,8 +134,9 @@ class GuidanceBackend(StructuredOutputBackend):
             for grammar, _, _ in work:
                 grammar.recover()
             return super().fill_bitmasks(jobs, bitmask)
-        # One that spends a lexer makes the masks of all that share it doubtful.
-        for grammar, _, ahead_ids in work:
+        # One that spends a lexer makes the masks of all that share it doubtful. It is
+        # charged to drafts before it is to a text.
+        for grammar, _, ahead_ids in sorted(work, key=lambda item: not item[2]):
             grammar.note_masked(is_ahead=bool(ahead_ids))
         num_acceptable = []
         for (grammar, row, drafts), (source, plan) in zip(jobs, plans, strict=True):
@@ -179,6 +180,11 @@ class GuidanceCompiledGrammar(CompiledGrammar):
     def is_spent(self) -> bool:
         return self._is_spent
 
+    @property
+    def can_compile_again(self) -> bool:
+        """Whether those who share the lexer can go on once it is spent."""
+        return self._create_matcher is not None
+
     def create_grammar(self, stop_token_ids: Collection[int]) -> "GuidanceGrammar":
         return GuidanceGrammar(self, self._vocabulary, stop_token_ids)
 
@@ -202,11 +208,19 @@ class GuidanceCompiledGrammar(CompiledGrammar):
         )
 
     def get_successor(self) -> "tuple[GuidanceCompiledGrammar | None, bool]":
-        """Return what its requests move to, and whether nothing has used that yet."""
-        is_new = self._successor is None or self._successor.is_spent
-        if is_new:
-            self._successor = self.compile_again()
-        return self._successor, is_new
+        """Return what its requests move to, and whether nothing has used that yet.
+
+        The last of the successors that were compiled, unless that is spent as well.
+        """
+        assert self._is_spent
+        last = self
+        while last._successor is not None:
+            last = last._successor
+        if last.is_spent:
+            self._successor = last._successor = self.compile_again()
+            return self._successor, True
+        self._successor = last
+        return last, False
 
 
 class _LibraryGaveUpError(Exception):
@@ -228,6 +242,13 @@ class GuidanceGrammar(StructuredOutputGrammar):
         self._is_planning = False
         self._num_spent = 0
         self._num_spent_ahead = 0
+
+    @property
+    def takes_drafts(self) -> bool:
+        return (
+            self._source.can_compile_again
+            and self._num_spent_ahead < MAX_SPENT_LEXERS_AHEAD
+        )
 
     def plan_look_ahead(self, draft_token_ids: Sequence[int]) -> tuple[int, int] | None:
         self._is_planning = True
@@ -288,14 +309,9 @@ class GuidanceGrammar(StructuredOutputGrammar):
             self._restart_text()
 
     def _restart_text(self) -> None:
-        try:
-            if self._source.is_spent or not self._read_again(self._source):
-                # Not the common successor: this request wears out one after another.
-                source = self._check_call(self._source.compile_again)
-                if source is None or not self._read_again(source):
-                    self.fail("its text cannot be read again")
-        except _LibraryGaveUpError as error:
-            self.fail(str(error))
+        is_read = not self._source.is_spent and self._read_again(self._source)
+        if not is_read and self._move_on() is None:
+            self.fail("its text cannot be read again")
 
     def _may_end(self) -> bool:
         return self.failure is None and self.matcher.is_accepting()
@@ -348,10 +364,10 @@ class GuidanceGrammar(StructuredOutputGrammar):
         self._source.spend()
 
     def _is_worn_out(self) -> bool:
-        return (
-            self._num_spent >= MAX_SPENT_LEXERS
-            or self._num_spent_ahead >= MAX_SPENT_LEXERS_AHEAD
-        )
+        if self._is_ahead:
+            # The drafts of the step that came to the limit are still looked over.
+            return self._num_spent_ahead > MAX_SPENT_LEXERS_AHEAD
+        return self._num_spent >= MAX_SPENT_LEXERS
 
     def _move_on(self) -> bool | None:
         """Move to a lexer that is not spent; return whether it is a new one.

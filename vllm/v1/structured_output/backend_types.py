@@ -102,6 +102,11 @@ class StructuredOutputGrammar(ABC):
         self._stop_words = np.nonzero(stop_row)[0]
         self._stop_bits = stop_row[self._stop_words].view(np.int32)
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether looking ahead is affordable; once it is not, it never is again."""
+        return True
+
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """Advance over tokens that were committed; what follows the end is left out.
 

@@ -667,6 +667,21 @@ def test_drafts_for_an_incomplete_prompt_are_dropped(num_left):
     assert request.spec_token_ids == []
 
 
+def test_drafts_for_a_grammar_that_cannot_look_ahead_are_dropped():
+    scheduler, worker = make_drafting()
+    literal, other = ([*range(20, 30)] for _ in range(2))
+    grammars = {"a": FakeGrammar(literal), "b": FakeGrammar(other)}
+    grammars["a"].takes_drafts = False
+    for name, grammar in grammars.items():
+        request = add_request(scheduler, name, 5, grammar=True)
+        request.structured_output_request.grammar = grammar
+        worker.overrides[name] = lambda _: [20]
+    run_step(scheduler, worker)
+    scheduler.update_draft_token_ids(["a", "b"], [[21, 22], [21, 22]])
+    assert scheduler.requests["a"].spec_token_ids == []
+    assert scheduler.requests["b"].spec_token_ids == [21, 22]
+
+
 def test_a_draft_is_verified_in_the_next_step_or_never():
     scheduler, worker = make_scheduler(), FakeWorker()
     request = add_request(scheduler, "a", 6)

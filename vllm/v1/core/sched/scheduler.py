@@ -215,11 +215,15 @@ class Scheduler:
     ) -> None:
         """Take the drafts that the next step verifies, one list a request.
 
-        Drafts of requests that have ended, or whose prompt is not complete, are left.
+        Drafts of requests that have ended, whose prompt is not complete, or whose
+        grammar cannot look ahead, are left: behind an unmasked draft could come a token
+        that the grammar refuses.
         """
         for req_id, drafts in zip(req_ids, draft_token_ids, strict=True):
             if req_id in self._sampled_req_ids and req_id in self.requests:
                 request = self.requests[req_id]
+                if not self._grammar_manager.takes_drafts(request):
+                    continue
                 cap = request.sampling_params.num_speculative_tokens
                 request.spec_token_ids = drafts if cap is None else drafts[:cap]
 

@@ -32,6 +32,9 @@ class GrammarManager(Protocol):
     def accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
         """Advance the request's grammar; False if a token does not fit."""
 
+    def takes_drafts(self, request: Request) -> bool:
+        """Whether the request's grammar can look ahead over drafts."""
+
     def is_terminated(self, request: Request) -> bool:
         """Whether nothing can follow in the request's grammar."""
 
