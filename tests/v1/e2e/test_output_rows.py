@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.markers import needs_cpu_ops
 from tests.v1.e2e.tiny_engine import TinyEngine
-from vllm import _custom_ops as ops
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -32,8 +32,6 @@ WHOLE_ROWS = {
     ),
 }
 
-needs_ops = pytest.mark.skipif(not ops.has_cpu_ops(), reason="the twins write logits")
-
 
 @pytest.fixture(scope="module", params=[None, NGRAM], ids=["plain", "ngram"])
 def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[TinyEngine]:
@@ -56,7 +54,7 @@ def num_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@needs_ops
+@needs_cpu_ops
 def test_a_step_of_greedy_requests_computes_no_logits(engine, num_rows):
     outputs = engine.run([(prompt, GREEDY) for prompt in PROMPTS])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [24] * 3
