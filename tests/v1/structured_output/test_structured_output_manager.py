@@ -27,6 +27,8 @@ from vllm.v1.structured_output.backend_llguidance import (
     GuidanceCompiledGrammar,
 )
 from vllm.v1.structured_output.backend_types import (
+    EmptyGrammarError,
+    GrammarError,
     StructuredOutputGrammar,
     Vocabulary,
 )
@@ -63,6 +65,34 @@ def rows(manager: StructuredOutputManager, request: Any, drafts: list[int]) -> A
     assert output is not None
     ids = [allowed_ids(row) for row in output.grammar_bitmask]
     return ids, output.num_acceptable_drafts
+
+
+# Who compiles.
+
+
+@pytest.mark.parametrize(
+    ("refusal", "asked"),
+    [
+        (GrammarError("not known"), ["guidance", "xgrammar"]),
+        (EmptyGrammarError("no text satisfies the constraint"), ["guidance"]),
+    ],
+)
+def test_a_grammar_without_texts_is_not_passed_on(manager, monkeypatch, refusal, asked):
+    seen = []
+
+    class Refusing:
+        def compile_grammar(self, spec: GrammarSpec) -> None:
+            raise refusal
+
+    def get_backend(name: str) -> Refusing:
+        seen.append(name)
+        return Refusing()
+
+    monkeypatch.setattr(manager, "_get_backend", get_backend)
+    spec = GrammarSpec(REGEX, "[a]", None, ("guidance", "xgrammar"))
+    with pytest.raises(GrammarError, match=str(refusal)):
+        manager._compile(spec)
+    assert seen == asked
 
 
 # The end of a grammar.
