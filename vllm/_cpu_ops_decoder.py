@@ -289,7 +289,8 @@ class CacheAddresses:
         dtype = torch.float16 if is_half else torch.float32
         # All are looked at before one is taken over.
         addresses = [address_of(cache, expected, dtype) for cache in kv_caches]
-        self._addresses[:] = addresses
+        for layer, address in enumerate(addresses):
+            self._addresses[layer] = address
         self._kv_caches = list(kv_caches)
 
 
