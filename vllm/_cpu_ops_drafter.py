@@ -69,6 +69,22 @@ class ContextWeights:
 
 
 @dataclass(frozen=True)
+class ContextPiece:
+    """Tokens that the target has computed, and a drafter has not read.
+
+    Args:
+        taps: [T, target_hidden_size] each, the target's states.
+        positions: [T] int64, as the drafter rotates by them.
+        slot_mapping: [T] int64; -1 for a token that is not to be written, whatever its
+            position is.
+    """
+
+    taps: list[torch.Tensor]
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass(frozen=True)
 class BlockDrafterWeights:
     """A drafter whose drafts know the token before by a low-rank bigram table.
 
@@ -165,38 +181,41 @@ class FusedContextWriter:
         )
 
     def run(
-        self,
-        taps: Sequence[torch.Tensor],
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
+        self, pieces: Sequence[ContextPiece], kv_caches: Sequence[torch.Tensor]
     ) -> None:
         """Write keys and values of all layers.
 
         Args:
-            taps: [T, target_hidden_size] float32 each.
-            positions: [T] int64.
-            slot_mapping: [T] int64; no two that are written are equal. What is of a
-                token at -1 is not looked at.
+            pieces: in their order, with float32 taps; the last token of a slot is
+                written, and the others are not computed.
             kv_caches: of all layers, of one `cpu_kv_cache_shape` and dtype.
 
         Raises:
             IndexError: a position or slot is outside; nothing was changed.
             ValueError: shapes do not belong together.
         """
-        (num_tokens,), weights = positions.shape, self._weights
-        tap_size = weights.fc.size // len(taps)
-        if tap_size * len(taps) != weights.fc.size:
-            raise ValueError(f"{len(taps)} taps for {weights.fc.size} inputs")
+        num_pieces, num_taps = len(pieces), len(pieces[0].taps)
+        tap_size = self._weights.fc.size // num_taps
+        if tap_size * num_taps != self._weights.fc.size:
+            raise ValueError(f"{num_taps} taps for {self._weights.fc.size} inputs")
         self._caches.bind(kv_caches)
         _, num_blocks, _, block_size, _ = kv_caches[0].shape
-        tap_addresses = [address_of(tap, (num_tokens, tap_size)) for tap in taps]
+        sizes, taps, positions, slots = [], [], [], []
+        for piece in pieces:
+            (num_tokens,) = shape = piece.positions.shape
+            if len(piece.taps) != num_taps:
+                raise ValueError(f"{len(piece.taps)} taps behind {num_taps}")
+            sizes.append(num_tokens)
+            taps += [address_of(tap, (num_tokens, tap_size)) for tap in piece.taps]
+            positions.append(address_of(piece.positions, shape, torch.int64))
+            slots.append(address_of(piece.slot_mapping, shape, torch.int64))
         context = _Context(
-            (c_void_p * len(taps))(*tap_addresses),
-            address_of(positions, (num_tokens,), torch.int64),
-            address_of(slot_mapping, (num_tokens,), torch.int64),
-            len(taps),
-            num_tokens,
+            (c_int64 * num_pieces)(*sizes),
+            (c_void_p * len(taps))(*taps),
+            (c_void_p * num_pieces)(*positions),
+            (c_void_p * num_pieces)(*slots),
+            num_pieces,
+            num_taps,
             num_blocks,
             block_size,
             kv_caches[0].dtype is torch.float16,
@@ -386,11 +405,12 @@ class _ContextWriter(Structure):
 
 class _Context(Structure):
     _fields_ = (
+        ("num_tokens", ctypes.POINTER(c_int64)),
         ("taps", ctypes.POINTER(c_void_p)),
-        ("positions", c_void_p),
-        ("slot_mapping", c_void_p),
+        ("positions", ctypes.POINTER(c_void_p)),
+        ("slot_mapping", ctypes.POINTER(c_void_p)),
+        ("num_pieces", c_int64),
         ("num_taps", c_int64),
-        ("num_tokens", c_int64),
         ("num_blocks", c_int64),
         ("block_size", c_int64),
         ("is_half", c_int64),

@@ -151,11 +151,14 @@ struct VllmContextWriter {
   float eps;  // of all norms
 };
 
+// Pieces one behind the other, as if each had been written after the one before it.
 struct VllmContext {
-  const float* const* taps;      // [num_taps], [num_tokens][fc.size / num_taps] each
-  const int64_t* positions;      // [num_tokens], as the next
-  const int64_t* slot_mapping;   // below 0: the token is left out
-  int64_t num_taps, num_tokens;
+  const int64_t* num_tokens;           // [num_pieces]
+  const float* const* taps;            // [num_pieces][num_taps], of
+                                       // [num_tokens][fc.size / num_taps] each
+  const int64_t* const* positions;     // [num_pieces], of [num_tokens], as the next
+  const int64_t* const* slot_mapping;  // below 0: the token is left out
+  int64_t num_pieces, num_taps;
   int64_t num_blocks, block_size;
   int64_t is_half;  // the caches' elements, in place of floats
 };

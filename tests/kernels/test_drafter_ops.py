@@ -27,12 +27,14 @@ from tests.kernels.implementations import BUILDS, native_ops, several_builds
 from vllm._cpu_ops_drafter import (
     BlockDrafterWeights,
     BlockDraws,
+    ContextPiece,
     ContextWeights,
     FusedBlockDrafter,
     FusedContextWriter,
     TableWeights,
 )
 from vllm._cpu_ops_native import NativeOps
+from vllm.model_executor.layers.context_kv import join_pieces
 
 NUM_TOKENS, NUM_COLUMNS, RANK, NUM_SLOTS = 61, 50, 32, 4
 SHAPES = [
@@ -59,7 +61,8 @@ def context_weights(ops: NativeOps, kind: str, s: Shape) -> ContextWeights:
     )
 
 
-def write_singly(ops, w: ContextWeights, taps, positions, slots, caches) -> None:
+def write_singly(ops, w: ContextWeights, piece: ContextPiece, caches) -> None:
+    taps, positions, slots = piece.taps, piece.positions, piece.slot_mapping
     fused = ops.rms_norm(
         multiply(ops, torch.cat(taps, 1), w.fc), w.hidden_norm, EPS, None
     )
@@ -75,14 +78,23 @@ def write_singly(ops, w: ContextWeights, taps, positions, slots, caches) -> None
         ops.reshape_and_cache(k, v, cache, slots)
 
 
-def draw_context(num_tokens: int):
+def draw_context(num_tokens: int) -> ContextPiece:
     taps = [Drawer(seed)(num_tokens, 32) for seed in (1, 2, 3)]
     generator = torch.Generator().manual_seed(num_tokens)
     positions = torch.randint(0, NUM_POSITIONS, (num_tokens,), generator=generator)
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:num_tokens]
     # Not written, and behind all positions.
     positions[1::3], slots[1::3] = NUM_POSITIONS + 5, -1
-    return taps, positions, slots
+    return ContextPiece(taps, positions, slots)
+
+
+def cut(piece: ContextPiece, start: int, end: int) -> ContextPiece:
+    part = slice(start, end)
+    return ContextPiece(
+        [tap[part] for tap in piece.taps],
+        piece.positions[part],
+        piece.slot_mapping[part],
+    )
 
 
 @native_ops
@@ -95,52 +107,89 @@ def test_context_has_the_bits_of_the_single_operators(
     weights = context_weights(ops, kind, shape)
     caches, expected = (make_caches(shape, 2, dtype) for _ in range(2))
     context = draw_context(num_tokens)
-    write_singly(ops, weights, *context, expected)
-    FusedContextWriter(ops, weights).run(*context, caches)
+    write_singly(ops, weights, context, expected)
+    FusedContextWriter(ops, weights).run([context], caches)
     assert all(map(torch.equal, caches, expected))
 
 
 @native_ops
 def test_context_has_the_same_bits_in_pieces_and_with_more_threads(ops):
     writer = FusedContextWriter(ops, context_weights(ops, "Q8_0", EXTRAS))
-    taps, positions, slots = draw_context(70)
-    whole, pieces = make_caches(EXTRAS, 2), make_caches(EXTRAS, 2)
+    context = draw_context(70)
+    pieces = [cut(context, *ends) for ends in [(0, 1), (1, 2), (2, 40), (40, 70)]]
+    whole, at_once, one_by_one = (make_caches(EXTRAS, 2) for _ in range(3))
     num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        writer.run(taps, positions, slots, whole)
+        writer.run([context], whole)
         torch.set_num_threads(1)
-        for start, end in [(0, 1), (1, 2), (2, 40), (40, 70)]:
-            part = slice(start, end)
-            cut = [tap[part] for tap in taps]
-            writer.run(cut, positions[part], slots[part], pieces)
+        writer.run(pieces, at_once)
+        for piece in pieces:
+            writer.run([piece], one_by_one)
     finally:
         torch.set_num_threads(num_threads)
-    assert all(map(torch.equal, whole, pieces))
+    assert all(map(torch.equal, whole, at_once))
+    assert all(map(torch.equal, whole, one_by_one))
+
+
+@native_ops
+@each_cache
+@pytest.mark.parametrize("lengths", [(3, 4, 1), (1,) * 9, (20, 2, 30)])
+def test_the_last_token_of_a_slot_is_written(ops, lengths, dtype):
+    weights = context_weights(ops, "float32", EXTRAS)
+    writer = FusedContextWriter(ops, weights)
+    pieces = [draw_context(num_tokens) for num_tokens in lengths]
+    generator = torch.Generator().manual_seed(5)
+    for piece in pieces:
+        # Few slots, so that most are written again, also within a piece.
+        slots = torch.randint(-1, 6, piece.positions.shape, generator=generator)
+        piece.positions[slots >= 0] %= NUM_POSITIONS
+        piece.slot_mapping.copy_(slots)
+    at_once, joined, one_by_one = (make_caches(EXTRAS, 2, dtype) for _ in range(3))
+    writer.run(pieces, at_once)
+    write_singly(ops, weights, join_pieces(pieces), joined)
+    for piece in pieces:
+        for place in range(len(piece.positions)):
+            write_singly(ops, weights, cut(piece, place, place + 1), one_by_one)
+    assert all(map(torch.equal, at_once, one_by_one))
+    assert all(map(torch.equal, joined, one_by_one))
+
+
+@native_ops
+def test_nothing_to_write_changes_nothing(ops):
+    writer = FusedContextWriter(ops, context_weights(ops, "float32", ODD))
+    caches = make_caches(ODD, 2)
+    before = [cache.clone() for cache in caches]
+    context = draw_context(4)
+    context.slot_mapping.fill_(-1)
+    writer.run([context, cut(context, 0, 0)], caches)
+    assert all(map(torch.equal, caches, before))
 
 
 @native_ops
 def test_context_outside_is_refused(ops):
     writer = FusedContextWriter(ops, context_weights(ops, "float32", ODD))
-    taps, positions, slots = draw_context(3)
+    good, bad = draw_context(3), draw_context(3)
     caches = make_caches(ODD, 2)
     before = [cache.clone() for cache in caches]
-    far = positions.clone()
-    far[2] = NUM_POSITIONS
+    bad.positions[2] = NUM_POSITIONS
     with pytest.raises(IndexError, match="position"):
-        writer.run(taps, far, slots, caches)
-    slots[2] = NUM_BLOCKS * BLOCK_SIZE
+        writer.run([good, bad], caches)
+    bad.positions[2], bad.slot_mapping[2] = 0, NUM_BLOCKS * BLOCK_SIZE
     with pytest.raises(IndexError, match="slot"):
-        writer.run(taps, positions, slots, caches)
+        writer.run([good, bad], caches)
     assert all(map(torch.equal, caches, before))
+    taps = good.taps
     with pytest.raises(ValueError, match="5 taps"):
-        writer.run([*taps, *taps[:2]], positions, slots, caches)
+        writer.run([replace(good, taps=[*taps, *taps[:2]])], caches)
+    with pytest.raises(ValueError, match="2 taps behind 3"):
+        writer.run([good, replace(good, taps=taps[:2])], caches)
     with pytest.raises(ValueError, match=r"\(3, 48\)"):
-        writer.run(taps[:2], positions, slots, caches)
+        writer.run([replace(good, taps=taps[:2])], caches)
     with pytest.raises(ValueError, match="a cache"):
-        writer.run(taps, positions, slots, caches[:1])
+        writer.run([good], caches[:1])
     with pytest.raises(ValueError, match="float32"):
-        writer.run([tap[:2] for tap in taps], positions, slots, caches)
+        writer.run([replace(good, taps=[tap[:2] for tap in taps])], caches)
 
 
 def table_of(ops: NativeOps, rows: torch.Tensor, kind: str) -> TableWeights:
@@ -318,7 +367,7 @@ def test_builds_agree_bit_for_bit(kind, shape):
     for ops in BUILDS:
         caches = make_caches(shape, 2)
         FusedContextWriter(ops, context_weights(ops, kind, shape)).run(
-            *draw_context(40), caches
+            [draw_context(40)], caches
         )
         drafter = FusedBlockDrafter(ops, drafter_weights(ops, kind, shape))
         results.append((*blocks.run(drafter, caches), *caches))

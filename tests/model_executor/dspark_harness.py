@@ -9,6 +9,7 @@ import torch
 
 from tests.model_executor.harness import BLOCK_SIZE, Session, load
 from tests.model_executor.hf_reference import TINY, tiny_model
+from vllm._cpu_ops_drafter import ContextPiece
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
 from vllm.model_executor.layers.quantization.methods import (
@@ -163,11 +164,12 @@ class DraftSession:
         metadata = self._metadata([req], [slots], is_causal=True)
         context = ForwardContext(metadata, self.kv_caches)
         with torch.inference_mode(), set_forward_context(context):
-            self.model.write_context(
+            piece = ContextPiece(
                 [tap[start:end] for tap in taps],
                 slots + position_shift,
                 metadata.slot_mapping,
             )
+            self.model.write_context([piece])
 
     def draft(self, *blocks: Block, mask_token_id: int = MASK) -> torch.Tensor:
         """Return the states of one pass over a block of each request."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm._cpu_ops_drafter import ContextPiece
 from vllm.model_executor.layers.dense_decoder import SelfAttention
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import Linear
@@ -71,3 +72,27 @@ class ContextKV(Layer):
             return
         for attention, k, v in zip(self.attentions, keys_of, values_of, strict=True):
             attention.attn.store(k, v, slot_mapping)
+
+
+def join_pieces(pieces: Sequence[ContextPiece]) -> ContextPiece:
+    """Return one piece that is written as these one after another are."""
+    if len(pieces) == 1:
+        return pieces[0]
+    taps = zip(*(piece.taps for piece in pieces), strict=True)
+    slots = torch.cat([piece.slot_mapping for piece in pieces])
+    return ContextPiece(
+        [torch.cat(parts) for parts in taps],
+        torch.cat([piece.positions for piece in pieces]),
+        _drop_overwritten(slots),
+    )
+
+
+def _drop_overwritten(slots: torch.Tensor) -> torch.Tensor:
+    """Return the slots with -1 in place of all but the last of equal ones.
+
+    A block that was freed may belong to another request by now.
+    """
+    ordered, order = slots.sort(stable=True)
+    is_last = torch.ones_like(ordered, dtype=torch.bool)
+    is_last[:-1] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(slots).scatter_(0, order, ordered.masked_fill(~is_last, -1))

@@ -3,14 +3,20 @@
 Source: "DSpark", arXiv:2607.05147. The target's states enter as keys and values only.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 
-from vllm._cpu_ops_drafter import BlockDrafterWeights, BlockDraws, ContextWeights
+from vllm._cpu_ops_drafter import (
+    BlockDrafterWeights,
+    BlockDraws,
+    ContextPiece,
+    ContextWeights,
+)
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.context_kv import ContextKV
+from vllm.model_executor.layers.context_kv import ContextKV, join_pieces
 from vllm.model_executor.layers.dense_decoder import (
     DecoderLayer,
     DecoderLayers,
@@ -158,26 +164,19 @@ class DSparkModel(Layer):
             if isinstance(module, Attention)
         }
 
-    def write_context(
-        self,
-        taps: list[torch.Tensor],
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
+    def write_context(self, pieces: Sequence[ContextPiece]) -> None:
         """Append verified tokens to the draft cache.
 
         Args:
-            taps: as for `combine_hidden_states`.
-            positions: [T] int64, absolute.
-            slot_mapping: [T] int64; -1 for a token that is no context, wherever it
-                stands.
+            pieces: as if each was written after the one before it; taps as for
+                `combine_hidden_states`.
         """
         if self._fused_writer is None:
-            fused = self.combine_hidden_states(taps)
-            self.write_context_kv(fused, positions, slot_mapping)
+            whole = join_pieces(pieces)
+            fused = self.combine_hidden_states(whole.taps)
+            self.write_context_kv(fused, whole.positions, whole.slot_mapping)
         else:
-            kv_caches = self._list_kv_caches()
-            self._fused_writer(taps, positions, slot_mapping, kv_caches)
+            self._fused_writer(pieces, self._list_kv_caches())
 
     def combine_hidden_states(self, taps: list[torch.Tensor]) -> torch.Tensor:
         """Fuse the target's states of each token.

@@ -8,7 +8,12 @@ from typing import Protocol
 import torch
 
 from vllm._cpu_ops_decoder import DecoderLayerWeights
-from vllm._cpu_ops_drafter import BlockDrafterWeights, BlockDraws, ContextWeights
+from vllm._cpu_ops_drafter import (
+    BlockDrafterWeights,
+    BlockDraws,
+    ContextPiece,
+    ContextWeights,
+)
 
 
 @dataclass(frozen=True)
@@ -74,17 +79,13 @@ class ContextWriter(Protocol):
 
     def __call__(
         self,
-        taps: Sequence[torch.Tensor],
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        pieces: Sequence[ContextPiece],
         kv_caches: Sequence[torch.Tensor],
     ) -> None:
         """Write keys and values of all layers.
 
         Args:
-            taps: [T, target_hidden_size] each, the target's states.
-            positions: [T] int64.
-            slot_mapping: [T] int64; -1 writes nothing, whatever its position is.
+            pieces: as if each was written after the one before it.
             kv_caches: of all layers.
         """
 

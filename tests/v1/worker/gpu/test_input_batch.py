@@ -99,8 +99,8 @@ def test_a_batch_tells_which_token_rows_have_logits(
     rows = torch.from_numpy(rows_np).to(device)
     tokens = torch.arange(layout.num_tokens, device=device)
     batch = ib.InputBatch(
-        list("abc")[: len(num_tokens)], rows_np, rows, layout, tokens, tokens, rows, 9,
-        rows_np, *ib.expand_logit_rows(layout, rows, tokens),
+        list("abc")[: len(num_tokens)], rows_np, rows, layout, tokens, tokens, rows,
+        tokens, rows, 9, rows_np, *ib.expand_logit_rows(layout, rows, tokens),
     )  # fmt: skip
     assert batch.take_logit_rows(tokens).tolist() == expected
 

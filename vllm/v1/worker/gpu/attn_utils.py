@@ -8,7 +8,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
 )
-from vllm.v1.worker.gpu.block_table import BlockTable, compute_slot_mapping
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
@@ -53,21 +52,21 @@ def allocate_kv_caches(
     return caches
 
 
-def build_attn_metadata(
-    batch: InputBatch, block_table: BlockTable
-) -> AttentionMetadata:
-    """Describe the step to the attention layers."""
+def build_attn_metadata(batch: InputBatch, block_size: int) -> AttentionMetadata:
+    """Describe the step to the attention layers.
+
+    Args:
+        batch: of the step.
+        block_size: tokens a cache block.
+    """
     layout = batch.layout
-    rows = block_table.gather(batch.idx_mapping, batch.max_seq_len)
     return AttentionMetadata(
         query_start_loc=layout.query_start_loc,
         seq_lens=batch.seq_lens,
-        block_table=rows,
-        slot_mapping=compute_slot_mapping(
-            rows, layout.query_start_loc, batch.positions, block_table.block_size
-        ),
+        block_table=batch.block_table,
+        slot_mapping=batch.slot_mapping,
         num_tokens=layout.num_tokens,
         max_query_len=int(layout.num_scheduled_tokens_np.max()),
         max_seq_len=batch.max_seq_len,
-        block_size=block_table.block_size,
+        block_size=block_size,
     )

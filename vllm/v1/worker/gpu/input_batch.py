@@ -21,6 +21,8 @@ class InputBatch:
         layout: token and logit rows of the requests.
         input_ids: [num_tokens] int64.
         positions: [num_tokens] int64, absolute.
+        block_table: [num_reqs, num_blocks] int32, of as many blocks as are needed.
+        slot_mapping: [num_tokens] int64, where the tokens are cached.
         seq_lens: [num_reqs] int32, tokens in the cache after the step.
         max_seq_len: upper bound of seq_lens, host.
         num_computed_tokens_np: [num_reqs] int32, before the step; an upper bound under
@@ -38,6 +40,8 @@ class InputBatch:
     layout: BatchLayout
     input_ids: torch.Tensor
     positions: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
     seq_lens: torch.Tensor
     max_seq_len: int
     num_computed_tokens_np: np.ndarray

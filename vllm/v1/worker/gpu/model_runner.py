@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.attn_utils import (
     group_kv_cache_specs,
 )
 from vllm.v1.worker.gpu.batch_layout import ScheduledStep
-from vllm.v1.worker.gpu.block_table import BlockTable
+from vllm.v1.worker.gpu.block_table import BlockTable, compute_slot_mapping
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
@@ -286,6 +286,11 @@ class GPUModelRunner:
             layout.query_start_loc,
             layout.num_tokens,
         )
+        max_seq_len = int((num_computed_np + step.num_tokens_np).max())
+        block_table = self.block_table.gather(idx_mapping, max_seq_len)
+        slot_mapping = compute_slot_mapping(
+            block_table, layout.query_start_loc, positions, self.block_table.block_size
+        )
         logit_rows = expand_logit_rows(layout, idx_mapping, positions)
         batch = InputBatch(
             req_ids,
@@ -294,8 +299,10 @@ class GPUModelRunner:
             layout,
             input_ids,
             positions,
+            block_table,
+            slot_mapping,
             seq_lens,
-            int((num_computed_np + step.num_tokens_np).max()),
+            max_seq_len,
             num_computed_np,
             *logit_rows,
         )
@@ -349,7 +356,7 @@ class GPUModelRunner:
         """Return the hidden states, and the taps that the speculator asked for."""
         metadata = None
         if batch is not None:
-            metadata = build_attn_metadata(batch, self.block_table)
+            metadata = build_attn_metadata(batch, self.block_table.block_size)
         with set_forward_context(ForwardContext(metadata, self.kv_caches)):
             output = self.model(input_ids, positions)
         return (output, []) if isinstance(output, torch.Tensor) else output

@@ -44,6 +44,8 @@ def _batch(chunks: list[tuple[str, int, int, int]], device: torch.device):
         layout=layout,
         input_ids=unused,
         positions=unused,
+        block_table=unused,
+        slot_mapping=unused,
         seq_lens=unused,
         max_seq_len=0,
         num_computed_tokens_np=np.array([s for *_, s, _ in chunks], dtype=np.int32),

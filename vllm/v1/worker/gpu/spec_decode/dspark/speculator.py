@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm._cpu_ops_drafter import ContextPiece
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.dense_decoder import DenseCausalLM
@@ -17,10 +18,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.confidence.estimator import ConfidenceEstimator
 from vllm.v1.worker.gpu.spec_decode.draft_sampler import DraftSampler
-from vllm.v1.worker.gpu.spec_decode.dspark.context_queue import (
-    Context,
-    ContextQueue,
-)
+from vllm.v1.worker.gpu.spec_decode.dspark.context_queue import ContextQueue
 from vllm.v1.worker.gpu.spec_decode.dspark.inputs import (
     BlockInputs,
     BlockShape,
@@ -180,25 +178,26 @@ class DSparkSpeculator(Speculator):
 
     def catch_up(self) -> None:
         """Write the context that is queued."""
-        if self._queue.is_empty:
+        pieces = self._queue.take()
+        if not pieces:
             return
-        context = self._queue.take()
         with set_forward_context(ForwardContext(None, self._kv_caches)):
-            self._model.write_context(
-                context.taps, context.positions, context.slot_mapping
-            )
+            self._model.write_context(pieces)
 
     def _queue_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
-        slot_mapping = find_context_slots(
-            self._block_table.rows,
-            batch.idx_mapping,
-            batch.layout.query_start_loc,
-            batch.positions,
-            self._req_states.num_computed_tokens.gpu,
-            self._block_table.block_size,
-            self._max_len,
-        )
-        self._queue.add(Context(taps, batch.positions, slot_mapping))
+        slot_mapping = batch.slot_mapping
+        # Rejected drafts are no context, nor is what is past the drafter's own end.
+        if batch.layout.draft_budget > 0 or batch.max_seq_len > self._max_len:
+            slot_mapping = find_context_slots(
+                self._block_table.rows,
+                batch.idx_mapping,
+                batch.layout.query_start_loc,
+                batch.positions,
+                self._req_states.num_computed_tokens.gpu,
+                self._block_table.block_size,
+                self._max_len,
+            )
+        self._queue.add(ContextPiece(taps, batch.positions, slot_mapping))
 
     def _draft(
         self, max_seq_len: int, idx_mapping: torch.Tensor, is_all_greedy: bool
