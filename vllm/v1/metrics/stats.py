@@ -40,6 +40,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
         num_preempted: requests preempted in this step.
         step_prompt_tokens: prompt tokens computed in this step.
         step_generation_tokens: tokens sampled in this step.
+        spec_decoding_stats: since the last report; None if there were no drafts.
         verification: of this step; None without speculation, likewise the others.
         step_cost: of the last step whose time has been predicted and is known; None if
             it was reported before.

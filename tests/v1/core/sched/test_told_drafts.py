@@ -53,8 +53,9 @@ def test_drafts_behind_a_stop_were_accepted_all_the_same():
 def test_a_step_without_drafts_tells_nothing():
     scheduler, _ = make_telling()
     output = scheduler.schedule()
-    [told] = scheduler.update_from_output(output, sampled_output(output, a=[1])).outputs
-    assert told.spec_decoding_step is None
+    outputs = scheduler.update_from_output(output, sampled_output(output, a=[1]))
+    assert outputs.outputs[0].spec_decoding_step is None
+    assert outputs.scheduler_stats.spec_decoding_stats is None
 
 
 @pytest.mark.parametrize("cap", [0, 2])
@@ -120,7 +121,8 @@ def test_what_requests_are_told_sums_to_the_counts_also_after_preemption():
                 told.observe(
                     one.spec_decoding_step.num_verified, one.spec_decoding_step
                 )
-        counted.add(outputs.scheduler_stats.spec_decoding_stats)
+        if outputs.scheduler_stats.spec_decoding_stats is not None:
+            counted.add(outputs.scheduler_stats.spec_decoding_stats)
     assert sum(request.num_preemptions for request in requests) > 0
     assert told == counted
     # Every step gives a token of its own beside the accepted ones.

@@ -34,7 +34,7 @@ def test_batches_are_counted_by_size_in_powers_of_two():
     table.observe(VerificationStats(1, 3, 2), drafts((3, 2, 1)))
     table.observe(VerificationStats(3, 6, 4), drafts((3, 3, 3), (3, 1, 0)))
     table.observe(VerificationStats(4, 3, 0), drafts((3, 0, 0)))
-    table.observe(VerificationStats(9, 0, 0), drafts())
+    table.observe(VerificationStats(9, 0, 0), None)
     assert table.get() == [
         BatchSizeData(1, 1, 1, 1, 2, 3, 2, 1),
         BatchSizeData(3, 4, 2, 7, 4, 9, 4, 3),

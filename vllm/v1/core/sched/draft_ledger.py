@@ -185,10 +185,10 @@ class DraftLedger:
         """
         if not self._is_counting:
             return
-        stats.spec_decoding_stats, self._stats = (
-            self._stats,
-            SpecDecodingStats.make(self._num_speculative_tokens),
-        )
+        # Steps without drafts are many while none pay: they cost nobody a look.
+        if self._stats.num_drafts > 0:
+            stats.spec_decoding_stats = self._stats
+            self._stats = SpecDecodingStats.make(self._num_speculative_tokens)
         stats.verification, self._verification = self._verification, None
         stats.step_cost, self._step_cost = self._step_cost, None
         now = self._clock()

@@ -34,9 +34,9 @@ class BatchSizeTable:
         self._rows: dict[int, BatchSizeData] = {}
 
     def observe(
-        self, verification: VerificationStats, drafts: SpecDecodingStats
+        self, verification: VerificationStats, drafts: SpecDecodingStats | None
     ) -> None:
-        """Take one step."""
+        """Take one step; None stands for no drafts."""
         num_reqs = verification.num_sampling_reqs
         if num_reqs == 0:
             return
@@ -48,9 +48,10 @@ class BatchSizeTable:
         row.num_steps += 1
         row.num_reqs += num_reqs
         row.draft_budget += verification.draft_budget
-        row.num_draft_tokens += drafts.num_draft_tokens
-        row.num_admitted_tokens += drafts.num_admitted_tokens
-        row.num_accepted_tokens += drafts.num_accepted_tokens
+        if drafts is not None:
+            row.num_draft_tokens += drafts.num_draft_tokens
+            row.num_admitted_tokens += drafts.num_admitted_tokens
+            row.num_accepted_tokens += drafts.num_accepted_tokens
 
     def get(self) -> list[BatchSizeData]:
         """Return the rows, small batches first."""

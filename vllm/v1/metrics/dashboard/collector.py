@@ -135,8 +135,8 @@ class Dashboard(StatLoggerBase):
         self._timeline.observe(self._clock(), stats)
         if stats.spec_decoding_stats is not None:
             self._drafts.add(stats.spec_decoding_stats)
-            if stats.verification is not None:
-                self._batch_sizes.observe(stats.verification, stats.spec_decoding_stats)
+        if stats.verification is not None:
+            self._batch_sizes.observe(stats.verification, stats.spec_decoding_stats)
         if stats.step_cost is not None:
             self._costs.observe(stats.step_cost)
         if stats.calibration is not None:
