@@ -62,13 +62,21 @@ def test_every_engine_gets_the_same_prompts_and_enough_to_fill_its_slots(log):
     argv = ["--quick", "--concurrency=4,16", f"--speculative-config={NGRAM}"]
     sweep.run(argv)
     for concurrency, num_prompts in ((4, 8), (16, 32)):
-        prompts = [load["prompts"] for _, load in log if load]
         prompts = [
             load["prompts"] for _, load in log if load.get("concurrency") == concurrency
         ]
         assert len(prompts) == 3
         assert all(one == prompts[0] for one in prompts)
         assert len(set(prompts[0])) == num_prompts
+
+
+def test_a_load_has_as_many_requests_as_are_asked_for(log):
+    argv = ["--quick", "--concurrency=2,16", "--min-requests=20"]
+    sweep.run([*argv, f"--speculative-config={NGRAM}"])
+    # The first loads warm up.
+    loads = [load for _, load in log if load][3:]
+    sizes = {(load["concurrency"], len(load["prompts"])) for load in loads}
+    assert sizes == {(2, 20), (16, 32)}
 
 
 def engine_args(*argv: str, setting: str) -> dict:
@@ -111,7 +119,8 @@ def test_all_engines_fit_unless_the_user_says_how_large_they_are():
         ("--settings=off,none", "must be different ones of off, adaptive"),
         ("--settings=0", "must be different ones of off, adaptive"),
         ("--settings=off,off", "must be different ones of off, adaptive"),
-        ("--rounds=0", "must be at least 1"),
+        ("--rounds=0", "--rounds must be at least 1"),
+        ("--min-requests=0", "--min-requests must be at least 1"),
         ("--temperature=-1", "must be at least 0"),
         ("--max-num-seqs=2", "must be at least the largest --concurrency"),
         ("--settings=65", "num_speculative_tokens must be"),

@@ -18,9 +18,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser, human_int
 
-# A slot has so many requests one after another, and a load at least so many.
+# A slot has so many requests one after another.
 _REQUESTS_PER_SLOT = 2
-_MIN_REQUESTS = 8
+_NUM_WARM_UP_REQUESTS = 8
 # Of each engine on a CPU, where nothing else is asked for: all of them must fit.
 _KV_CACHE_BYTES = 2**30
 
@@ -33,10 +33,24 @@ class _Scale:
     settings: tuple[str, ...]
     rounds: int
     output_len: int
+    min_requests: int
 
 
-_FULL = _Scale((1, 2, 4, 8, 16, 32, 64), (OFF, "1", "3", "5", "7", ADAPTIVE), 3, 128)
-_QUICK = _Scale((1, 4), (OFF, "3", ADAPTIVE), 1, 16)
+_FULL = _Scale(
+    concurrency=(1, 2, 4, 8, 16, 32, 64),
+    settings=(OFF, "1", "3", "5", "7", ADAPTIVE),
+    rounds=3,
+    output_len=128,
+    # A few requests end too soon for differences of a few percent.
+    min_requests=16,
+)
+_QUICK = _Scale(
+    concurrency=(1, 4),
+    settings=(OFF, "3", ADAPTIVE),
+    rounds=1,
+    output_len=16,
+    min_requests=8,
+)
 
 
 def make_parser() -> FlexibleArgumentParser:
@@ -68,6 +82,12 @@ def make_parser() -> FlexibleArgumentParser:
         "--output-len",
         type=human_int,
         help=f"tokens an answer, at most (default: {_FULL.output_len})",
+    )
+    group.add_argument(
+        "--min-requests",
+        type=human_int,
+        help="of a load, where two for each that runs at once are fewer "
+        f"(default: {_FULL.min_requests})",
     )
     group.add_argument(
         "--temperature", type=float, default=0.0, help="(default: %(default)s)"
@@ -104,7 +124,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-_LOAD_FLAGS = ("output_len", "temperature", "dataset_path", "seed")
+_LOAD_FLAGS = ("output_len", "min_requests", "temperature", "dataset_path", "seed")
 
 
 def make_engine_args(args: argparse.Namespace, setting: str) -> dict[str, Any]:
@@ -134,8 +154,11 @@ def measure(
 ) -> SweepReport:
     """Start the engines, and let them take turns at each load."""
     report = SweepReport(list(engines), list(args.concurrency))
-    num_prompts = max(_REQUESTS_PER_SLOT * max(args.concurrency), _MIN_REQUESTS)
-    prompts = _read_prompts(args, num_prompts)
+    num_requests = {
+        concurrency: max(_REQUESTS_PER_SLOT * concurrency, args.min_requests)
+        for concurrency in args.concurrency
+    }
+    prompts = _read_prompts(args, max(num_requests.values()))
     total = (1 + args.rounds * len(args.concurrency)) * len(engines)
     with ExitStack() as stack, tqdm(total=total, desc="Loads", unit="load") as bar:
         processes = {}
@@ -143,13 +166,13 @@ def measure(
             bar.set_postfix_str(f"{setting} starts")
             process = EngineProcess(setting, engine_args)
             processes[setting] = stack.enter_context(closing(process))
-            _run(process, args, prompts[:_MIN_REQUESTS], 1, "warm-up")
+            _run(process, args, prompts[:_NUM_WARM_UP_REQUESTS], 1, "warm-up")
             bar.update()
         for round_idx in range(args.rounds):
             for number, concurrency in enumerate(args.concurrency):
                 first = (round_idx + number) % len(engines)
                 turns = report.settings[first:] + report.settings[:first]
-                load = prompts[: max(_REQUESTS_PER_SLOT * concurrency, _MIN_REQUESTS)]
+                load = prompts[: num_requests[concurrency]]
                 for setting in turns:
                     bar.set_postfix_str(f"{setting} x{concurrency}")
                     run_id = f"{round_idx}-{concurrency}"
@@ -187,8 +210,9 @@ def _fill_and_check(parser: FlexibleArgumentParser, args: argparse.Namespace) ->
     for name, value in asdict(scale).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if min(args.rounds, args.output_len) < 1:
-        parser.error("--rounds and --output-len must be at least 1")
+    for name in ("rounds", "output_len", "min_requests"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not args.temperature >= 0:
         parser.error("--temperature must be at least 0")
     if args.plot and find_spec("matplotlib") is None:
