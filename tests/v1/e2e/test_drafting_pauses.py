@@ -11,6 +11,8 @@ from tests.v1.e2e.budget_policies import Watched
 from tests.v1.e2e.test_dspark import LIVELY, PROMPT, Recorder, all_ids, draft_alone
 from tests.v1.e2e.tiny_drafter import save_tiny_drafter
 from tests.v1.e2e.tiny_engine import TinyEngine
+from vllm._cpu_ops_drafter import ContextPiece
+from vllm.model_executor.models.qwen3_dspark import DSparkModel
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.batch_layout import ScheduledStep
 from vllm.v1.worker.gpu.spec_decode.confidence_history import ConfidenceHistory
@@ -62,6 +64,35 @@ def test_a_block_drafter_drafts_behind_a_pause_what_it_drafts_alone(model, tmp_p
         tokens, expected = draft_alone(model, drafter, ids, anchor)
         assert drafts == tokens[: len(drafts)]
         assert confidences == pytest.approx(expected[: len(drafts)], abs=1e-5)
+
+
+def test_each_token_is_context_once_and_a_rejected_draft_never(
+    model, tmp_path, monkeypatch
+):
+    write, positions = DSparkModel.write_context, []
+
+    def record(self: DSparkModel, pieces: list[ContextPiece]) -> None:
+        for piece in pieces:
+            positions.extend(piece.positions[piece.slot_mapping >= 0].tolist())
+        write(self, pieces)
+
+    monkeypatch.setattr(DSparkModel, "write_context", record)
+    config = {"method": "dspark", "model": str(save_tiny_drafter(tmp_path, model))}
+    engine = TinyEngine(
+        model,
+        speculative_config=config,
+        budget_policy=Pausing(),
+        max_num_batched_tokens=25,
+    )
+    # Of the warm-up.
+    positions.clear()
+    params = SamplingParams(max_tokens=20, **LIVELY)
+    [output] = engine.run([(PROMPT, params)])
+    engine.executor.worker.model_runner.speculator.catch_up()
+    engine.shutdown()
+    # The last token is not computed, but drafts behind a stop may have been.
+    assert len(positions) >= len(all_ids(output)) - 1
+    assert positions == list(range(len(positions)))
 
 
 @bit_for_bit
