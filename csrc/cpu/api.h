@@ -270,20 +270,22 @@ VLLM_API int64_t vllm_count_outcomes(int32_t* counts, int64_t num_cells, int32_t
                                      int64_t num_bonus_tokens, int64_t parts);
 
 // What a draft budget is chosen from.
-VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_drafts,
-                                         const int32_t* idx_mapping, int64_t num_reqs,
-                                         int64_t max_num_reqs, int64_t max_drafts,
-                                         float* live);
+VLLM_API int64_t vllm_record_round(const float* probs, const int32_t* num_drafts,
+                                   const int32_t* idx_mapping, int64_t num_reqs,
+                                   int64_t max_num_reqs, int64_t max_drafts, float* live,
+                                   const int64_t* tenants, int64_t slot, int64_t num_slots,
+                                   float* rounds, int64_t* round_tenants);
 VLLM_API int64_t vllm_read_rounds(const float* rounds, const int64_t* round_tenants,
                                   int64_t num_slots, const int64_t* tenants,
                                   int64_t max_num_reqs, const double* typical,
                                   int64_t max_drafts, const int64_t* slots,
                                   int64_t num_rounds, const int32_t* idx_mapping,
                                   int64_t num_reqs, double* out);
-VLLM_API int64_t vllm_count_round(const float* round, const int64_t* round_tenants,
-                                  const int64_t* tenants, int64_t max_num_reqs,
-                                  int64_t max_drafts, const int32_t* idx_mapping,
-                                  int64_t num_reqs, int64_t max_counted, double* typical,
+VLLM_API int64_t vllm_count_round(const float* rounds, const int64_t* round_tenants,
+                                  int64_t slot, int64_t num_slots, const int64_t* tenants,
+                                  int64_t max_num_reqs, int64_t max_drafts,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int64_t max_counted, double* typical,
                                   int64_t* num_counted);
 VLLM_API int64_t vllm_expected_gains(const double* past_confidences, int64_t num_rounds,
                                      int64_t num_reqs, int64_t max_drafts,
