@@ -37,8 +37,7 @@ from vllm.v1.worker.gpu.block_table import BlockTable
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
-    expand_logit_rows,
-    gather_inputs,
+    lay_out_rows,
     post_update,
 )
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -277,27 +276,22 @@ class GPUModelRunner:
         max_drafts_np = states.max_num_drafts_np[step.idx_mapping_np]
         plan = self.verifier.plan(step, idx_mapping, max_drafts_np)
         layout = make_verified_layout(step, plan.draft_budget, plan.admitted)
-        input_ids, positions, seq_lens = gather_inputs(
+        rows = lay_out_rows(
             states.all_token_ids.gpu,
             states.total_len.gpu,
             states.draft_tokens,
             states.num_computed_tokens.gpu,
             idx_mapping,
-            layout.query_start_loc,
-            layout.num_tokens,
+            layout,
         )
-        logit_rows = expand_logit_rows(layout, idx_mapping, positions)
         batch = InputBatch(
             req_ids,
             step.idx_mapping_np,
             idx_mapping,
             layout,
-            input_ids,
-            positions,
-            seq_lens,
             int((num_computed_np + step.num_tokens_np).max()),
             num_computed_np,
-            *logit_rows,
+            *rows,
         )
         return batch, plan
 
