@@ -13,8 +13,8 @@ CurveSamples = Mapping[int, float] | Iterable[tuple[int, float]]
 _DRAFT_FLOOR_MS = 0.0
 # A step that verifies takes time, whatever a clock says: costs are divided by.
 _VERIFY_FLOOR_MS = 1e-6
-# Steps that are learnt from at a time: the code that does it is then fetched from memory
-# once, and the tables are made anew once.
+# Steps that are learnt from at a time: the code that does it is then fetched from
+# memory once, and the tables are made anew once.
 _STEPS_PER_REFRESH = 8
 
 
