@@ -197,6 +197,7 @@ class GPUModelRunner:
             prompt_logprobs,
             VerificationRecord(
                 batch.layout,
+                executed.plan.admitted,
                 self.verifier.get_confidences(batch.layout, batch.idx_mapping),
                 self.verifier.take_step_cost(),
             ),
