@@ -98,13 +98,13 @@ class DraftLedger:
         # Of the open step.
         self._drafts: dict[str, list[int]] = {}
         self._counts: dict[str, DraftCounts] = {}
-        # [num_reqs, num_speculative_tokens] float64, in the order of the result.
-        self._survivals: np.ndarray | None = None
+        # [num_reqs, num_speculative_tokens] float32, in the order of the result.
+        self._confidences: np.ndarray | None = None
         self._batch_idx: dict[str, int] = {}
         # (batch_idx, admitted, accepted) of each settled proposal. A refusal by the
         # grammar is predicted too, so a refused draft has not survived.
         self._settled: list[tuple[int, int, int]] = []
-        # Survivals of a step with its settled proposals, up to the next calibration.
+        # Confidences of a step with its settled proposals, up to the next calibration.
         self._judged: list[tuple[np.ndarray, list[tuple[int, int, int]]]] = []
 
     def open_step(
@@ -126,10 +126,7 @@ class DraftLedger:
             scheduler_output, model_runner_output, grammar_output
         )
         self._batch_idx = model_runner_output.req_id_to_index
-        confidences = model_runner_output.draft_confidences
-        self._survivals = None
-        if confidences is not None:
-            self._survivals = confidences.clip(0.0, 1.0).cumprod(1, dtype=np.float64)
+        self._confidences = model_runner_output.draft_confidences
 
     def settle(self, request_id: str, num_sampled: int) -> SettledDrafts:
         """Count the drafts of a request, if it had any.
@@ -174,8 +171,8 @@ class DraftLedger:
             sum(entry.num_admitted for entry in counts),
         )
         settled, self._settled = self._settled, []
-        if self._survivals is not None and settled:
-            self._judged.append((self._survivals, settled))
+        if self._confidences is not None and settled:
+            self._judged.append((self._confidences, settled))
 
     def report(self, stats: SchedulerStats, *, is_idle: bool) -> None:
         """Put what came together since the last call into `stats`.
@@ -203,17 +200,18 @@ class DraftLedger:
         judged, self._judged = self._judged, []
         if not judged:
             return
-        survivals = [values[[row for row, *_ in rows]] for values, rows in judged]
+        confidences = [values[[row for row, *_ in rows]] for values, rows in judged]
         counts = np.array([row[1:] for _, rows in judged for row in rows])
-        self._calibration.observe(np.concatenate(survivals), *counts.T)
+        survivals = _survivals_of(np.concatenate(confidences))
+        self._calibration.observe(survivals, *counts.T)
 
     def _trace(
         self, request_id: str, counts: DraftCounts, step: SpecDecodingStep
     ) -> DraftTrace:
         survivals: list[float] = []
-        if self._survivals is not None and request_id in self._batch_idx:
-            row = self._survivals[self._batch_idx[request_id], : counts.num_scheduled]
-            survivals = row.tolist()
+        if self._confidences is not None and request_id in self._batch_idx:
+            row = _survivals_of(self._confidences[self._batch_idx[request_id], None])
+            survivals = row[0, : counts.num_scheduled].tolist()
         return DraftTrace(
             self._drafts[request_id],
             counts.num_admitted,
@@ -252,3 +250,8 @@ def count_drafts(
             num_allowed.get(req_id, num_scheduled),
         )
     return counts
+
+
+def _survivals_of(confidences: np.ndarray) -> np.ndarray:
+    """Return [n, num_drafts] float64 of [n, num_drafts] confidences."""
+    return confidences.clip(0.0, 1.0).cumprod(1, dtype=np.float64)
