@@ -67,7 +67,7 @@ def build_attn_metadata(
             rows, layout.query_start_loc, batch.positions, block_table.block_size
         ),
         num_tokens=layout.num_tokens,
-        max_query_len=int(layout.num_scheduled_tokens_np.max()),
+        max_query_len=max(layout.num_scheduled_tokens_np.tolist()),
         max_seq_len=batch.max_seq_len,
         block_size=block_table.block_size,
     )

@@ -290,7 +290,7 @@ class GPUModelRunner:
             step.idx_mapping_np,
             idx_mapping,
             layout,
-            int((num_computed_np + step.num_tokens_np).max()),
+            max((num_computed_np + step.num_tokens_np).tolist()),
             num_computed_np,
             *rows,
         )

@@ -324,7 +324,7 @@ class Sampler:
             sampler_output: of the step.
         """
         # No request uses penalties. Skip the launch.
-        if self.penalties.is_used_np.any():
+        if self.penalties.num_used > 0:
             count_sampled_tokens(
                 idx_mapping,
                 sampler_output.sampled_token_ids,
