@@ -1,5 +1,6 @@
 """The one place that waits for the device: results on their way to the host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,32 +71,26 @@ class AsyncOutput:
         self._prompt_logprobs = prompt_logprobs
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:
-            self._start_copies()
+            self._start_copies(lambda values: values)
             return
         copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copy_stream):
-            self._start_copies()
+            self._start_copies(lambda values: values.to("cpu", non_blocking=True))
             self._event = torch.cuda.Event(blocking=True)
             self._event.record(copy_stream)
 
-    def _start_copies(self) -> None:
-        output = self._sampler_output
-        self._sampled = output.sampled_token_ids.to("cpu", non_blocking=True)
-        self._num_sampled = output.num_sampled.to("cpu", non_blocking=True)
-        self._num_nans = (
-            None
-            if output.num_nans is None
-            else output.num_nans.to("cpu", non_blocking=True)
-        )
+    def _start_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        output, verification = self._sampler_output, self._verification
+        self._sampled = copy(output.sampled_token_ids)
+        self._num_sampled = copy(output.num_sampled)
+        self._num_nans = None if output.num_nans is None else copy(output.num_nans)
         self._num_verified = (
             None
-            if self._verification.layout.is_exact_on_host
-            else self._verification.admitted.to("cpu", non_blocking=True)
+            if verification.layout.is_exact_on_host
+            else copy(verification.admitted)
         )
-        confidences = self._verification.draft_confidences
-        self._confidences = (
-            None if confidences is None else confidences.to("cpu", non_blocking=True)
-        )
+        confidences = verification.draft_confidences
+        self._confidences = None if confidences is None else copy(confidences)
         self._logprobs = (
             None
             if output.logprobs_tensors is None
