@@ -48,6 +48,7 @@ _SHORT = {
     "vllm_lay_out_blocks": "ppppiiiiiiiiiiippppppppp:i",
     "vllm_lay_out_rows": "piippippipipippppppp:i",
     "vllm_gather_rows": "piipiip:i",
+    "vllm_scatter_rows": "pipipi:i",
     "vllm_compute_slot_mapping": "piipipiip:i",
     "vllm_add_and_sum": "ppipp:",
     "vllm_drafts_behind": "ppip:",

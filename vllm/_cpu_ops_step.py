@@ -78,6 +78,23 @@ class StepOps:
             raise IndexError(f"{num_columns} columns of rows in {tuple(rows.shape)}")
         return gathered
 
+    def scatter_rows(
+        self, values: torch.Tensor, idx_mapping: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        (num_reqs, width), max_num_reqs = values.shape, rows.shape[0]
+        if rows.shape[1] != width:
+            raise ValueError(f"{width} columns for rows in {tuple(rows.shape)}")
+        failed = self._c.scatter_rows(
+            _address(values, num_reqs, torch.int64),
+            width,
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            _address(rows, max_num_reqs, torch.int64),
+            max_num_reqs,
+        )
+        if failed:
+            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+
     def compute_slot_mapping(
         self,
         block_table: torch.Tensor,

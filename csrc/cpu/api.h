@@ -222,6 +222,9 @@ VLLM_API int64_t vllm_lay_out_rows(
 VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int64_t width,
                                   const int32_t* idx_mapping, int64_t num_reqs,
                                   int64_t num_columns, int32_t* out);
+VLLM_API int64_t vllm_scatter_rows(const int64_t* values, int64_t width,
+                                   const int32_t* idx_mapping, int64_t num_reqs,
+                                   int64_t* rows, int64_t max_num_reqs);
 VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t stride,
                                            int64_t num_blocks,
                                            const int32_t* query_start_loc,

@@ -75,6 +75,16 @@ VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int
   return 0;
 }
 
+VLLM_API int64_t vllm_scatter_rows(const int64_t* values, int64_t width,
+                                   const int32_t* idx_mapping, int64_t num_reqs,
+                                   int64_t* rows, int64_t max_num_reqs) {
+  using namespace vllm;
+  if (!are_rows(idx_mapping, num_reqs, max_num_reqs)) return 1;
+  for (int64_t req = 0; req < num_reqs; ++req)
+    std::copy_n(values + req * width, width, rows + idx_mapping[req] * width);
+  return 0;
+}
+
 VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t stride,
                                            int64_t num_blocks,
                                            const int32_t* query_start_loc,

@@ -62,6 +62,17 @@ def test_rows_and_columns_that_do_not_exist_are_not_gathered(ops, row, num_colum
 
 
 @native_ops
+@pytest.mark.parametrize("row", [-1, 2])
+def test_rows_that_do_not_exist_are_not_written(ops, row):
+    rows = DRAFTS.clone()
+    with pytest.raises(IndexError, match="a request row"):
+        ops.scatter_rows(int64(5, 6, 7).view(1, 3), int32(row), rows)
+    with pytest.raises(ValueError, match="2 columns"):
+        ops.scatter_rows(int64(5, 6).view(1, 2), int32(0), rows)
+    assert torch.equal(rows, DRAFTS)
+
+
+@native_ops
 def test_rows_that_no_request_owns_are_refused(ops):
     verdicts = torch.zeros(3, dtype=torch.bool)
     with pytest.raises(IndexError, match="own 3 logit rows"):

@@ -382,9 +382,7 @@ class GPUModelRunner:
         )
         if drafts is None:
             return
-        self.req_states.draft_tokens.index_copy_(
-            0, batch.idx_mapping.long(), drafts.token_ids
-        )
+        self.req_states.keep_drafts(batch.idx_mapping, drafts.token_ids)
         self.verifier.observe_drafts(batch.idx_mapping_np, batch.idx_mapping, drafts)
         self._drafts = AsyncDrafts(
             batch.req_ids, drafts.token_ids, drafts.num_drafts, self._copy_stream
