@@ -213,13 +213,16 @@ class GPUModelRunner:
         return None if drafts is None else drafts.get_output()
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        for req_id in (
-            scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
-        ):
-            self._remove_request(req_id)
-        for request in scheduler_output.scheduled_new_reqs:
-            self._add_request(request)
+        left = scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
+        new_reqs = scheduler_output.scheduled_new_reqs
         cached = scheduler_output.scheduled_cached_reqs
+        # Most steps go on with the rows as they are.
+        if not (left or new_reqs or any(cached.new_block_ids)):
+            return
+        for req_id in left:
+            self._remove_request(req_id)
+        for request in new_reqs:
+            self._add_request(request)
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None:
                 req_state_idx = self.req_states.req_id_to_index[req_id]
