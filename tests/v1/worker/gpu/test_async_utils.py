@@ -58,5 +58,5 @@ def test_predictions_go_with_the_results():
         make_record([2, 3, 0, 0]), draft_confidences=confidences, step_cost=cost
     )
     output = get_output(record)
-    assert output.draft_confidences[1, :2].tolist() == [0.5, 0.25]
+    assert output.draft_confidences[1][:2] == [0.5, 0.25]
     assert output.step_cost == cost

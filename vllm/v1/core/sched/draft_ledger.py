@@ -1,8 +1,8 @@
 """What became of drafts: one account for statistics, requests and the dashboard."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from vllm.v1.spec_decode.trace import DraftTrace
 _CALIBRATION_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True)
-class DraftCounts:
+class DraftCounts(NamedTuple):
     """Leading drafts of one request in one step.
 
     Args:
@@ -48,8 +47,7 @@ class DraftCounts:
         return min(self.num_admitted, self.num_allowed)
 
 
-@dataclass(frozen=True)
-class SettledDrafts:
+class SettledDrafts(NamedTuple):
     """What a request's output tells of its drafts; None for nothing.
 
     Args:
@@ -98,14 +96,13 @@ class DraftLedger:
         # Of the open step.
         self._drafts: dict[str, list[int]] = {}
         self._counts: dict[str, DraftCounts] = {}
-        # [num_reqs, num_speculative_tokens] float32, in the order of the result.
-        self._confidences: np.ndarray | None = None
+        # In the order of the result.
+        self._confidences: list[list[float]] | None = None
         self._batch_idx: dict[str, int] = {}
-        # (batch_idx, admitted, accepted) of each settled proposal. A refusal by the
-        # grammar is predicted too, so a refused draft has not survived.
-        self._settled: list[tuple[int, int, int]] = []
-        # Confidences of a step with its settled proposals, up to the next calibration.
-        self._judged: list[tuple[np.ndarray, list[tuple[int, int, int]]]] = []
+        # (confidences, admitted, accepted) of each settled proposal, up to the next
+        # calibration. A refusal by the grammar is predicted too, so a refused draft has
+        # not survived.
+        self._judged: list[tuple[list[float], int, int]] = []
 
     def open_step(
         self,
@@ -143,14 +140,13 @@ class DraftLedger:
         step = SpecDecodingStep(counts.num_verified, num_accepted)
         if self._is_counting:
             self._stats.observe(counts.num_drafted, step)
-            if request_id in self._batch_idx:
-                self._settled.append(
-                    (
-                        self._batch_idx[request_id],
-                        counts.num_admitted,
-                        step.num_accepted,
-                    )
+            confidences = self._get_confidences(request_id)
+            if confidences is not None:
+                self._judged.append(
+                    (confidences, counts.num_admitted, step.num_accepted)
                 )
+        if not (self._tells_steps or self._tells_traces):
+            return _NOTHING
         return SettledDrafts(
             step if self._tells_steps else None,
             self._trace(request_id, counts, step) if self._tells_traces else None,
@@ -170,9 +166,6 @@ class DraftLedger:
             sum(entry.num_scheduled for entry in counts),
             sum(entry.num_admitted for entry in counts),
         )
-        settled, self._settled = self._settled, []
-        if self._confidences is not None and settled:
-            self._judged.append((self._confidences, settled))
 
     def report(self, stats: SchedulerStats, *, is_idle: bool) -> None:
         """Put what came together since the last call into `stats`.
@@ -195,23 +188,29 @@ class DraftLedger:
             stats.calibration = self._calibration.take_stats()
             self._last_report_s = now
 
+    def _get_confidences(self, request_id: str) -> list[float] | None:
+        """Return what was predicted of the request's drafts, if anything was."""
+        if self._confidences is None or request_id not in self._batch_idx:
+            return None
+        return self._confidences[self._batch_idx[request_id]]
+
     def _observe_judged(self) -> None:
         """Calibrate by the proposals since the last time, all at once."""
         judged, self._judged = self._judged, []
         if not judged:
             return
-        confidences = [values[[row for row, *_ in rows]] for values, rows in judged]
-        counts = np.array([row[1:] for _, rows in judged for row in rows])
-        survivals = _survivals_of(np.concatenate(confidences))
-        self._calibration.observe(survivals, *counts.T)
+        confidences, num_admitted, num_accepted = zip(*judged, strict=True)
+        self._calibration.observe(
+            _survivals_of(confidences), np.array(num_admitted), np.array(num_accepted)
+        )
 
     def _trace(
         self, request_id: str, counts: DraftCounts, step: SpecDecodingStep
     ) -> DraftTrace:
         survivals: list[float] = []
-        if self._confidences is not None and request_id in self._batch_idx:
-            row = _survivals_of(self._confidences[self._batch_idx[request_id], None])
-            survivals = row[0, : counts.num_scheduled].tolist()
+        confidences = self._get_confidences(request_id)
+        if confidences is not None:
+            [survivals] = _survivals_of([confidences[: counts.num_scheduled]]).tolist()
         return DraftTrace(
             self._drafts[request_id],
             counts.num_admitted,
@@ -252,6 +251,6 @@ def count_drafts(
     return counts
 
 
-def _survivals_of(confidences: np.ndarray) -> np.ndarray:
-    """Return [n, num_drafts] float64 of [n, num_drafts] confidences."""
-    return confidences.clip(0.0, 1.0).cumprod(1, dtype=np.float64)
+def _survivals_of(confidences: Sequence[list[float]]) -> np.ndarray:
+    """Return [n, num_drafts] float64 of as many confidences."""
+    return np.array(confidences).clip(0.0, 1.0).cumprod(1)

@@ -122,7 +122,7 @@ class AsyncOutput:
             num_nans_in_logits=self._count_nans(),
             num_verified_drafts=self._count_verified_drafts(),
             draft_confidences=(
-                None if self._confidences is None else self._confidences.numpy()
+                None if self._confidences is None else self._confidences.tolist()
             ),
             step_cost=self._verification.step_cost,
         )
