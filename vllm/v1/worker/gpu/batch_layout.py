@@ -135,10 +135,10 @@ class BatchLayout:
     @property
     def has_one_row_per_req(self) -> bool:
         """Whether row i is request i's only row."""
-        return bool(
+        return (
             self.num_logits == self.num_reqs
             and self.is_exact_on_host
-            and np.all(np.diff(self.verified_cu_num_logits_np) == 1)
+            and self.verified_cu_num_logits_np.tolist() == [*range(self.num_reqs + 1)]
         )
 
     @cached_property
@@ -155,9 +155,7 @@ class BatchLayout:
             )
         if self.num_trimmed_drafts == 0:
             return self.cu_num_logits_np
-        num_rows = np.diff(self.cu_num_logits_np)
-        bonus_rows = np.minimum(num_rows, self.num_bonus_tokens)
-        return prefix_sum(bonus_rows)
+        return prefix_sum(self.is_sampling_np * np.int32(self.num_bonus_tokens))
 
 
 def prefix_sum(counts: np.ndarray) -> np.ndarray:

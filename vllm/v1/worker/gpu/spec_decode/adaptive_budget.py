@@ -107,7 +107,7 @@ class AdaptiveBudget(BudgetPolicy):
             draft_budget = max(draft_budget, min(_NUM_TRIED_DRAFTS, step.num_drafts))
         predicted_ms = float(costs_ms[draft_budget])
         next_drafts_np = max_drafts_np * step.is_sampling_np
-        if (next_drafts_np != step.num_drafts_np).any():
+        if next_drafts_np.tolist() != step.num_drafts_np.tolist():
             gains = expected_gains(past, next_drafts_np)
         drafts_next = self._decide_drafting(num_reqs, gains)
         if not drafts_next:
