@@ -18,20 +18,26 @@ class BudgetOps:
     # The C functions by name; ctypes checks their arguments.
     _c: Any
 
-    def record_confidences(
+    def record_round(
         self,
         confidence_probs: torch.Tensor,
         num_drafts: torch.Tensor,
         idx_mapping: torch.Tensor,
         live: torch.Tensor,
+        tenants: torch.Tensor,
+        slot: int,
+        rounds: torch.Tensor,
+        round_tenants: torch.Tensor,
     ) -> None:
-        (num_reqs,), (max_num_reqs, max_drafts) = idx_mapping.shape, live.shape
-        if confidence_probs.shape[1] != max_drafts:
+        num_slots, max_num_reqs, max_drafts = rounds.shape
+        (num_reqs,) = idx_mapping.shape
+        if not confidence_probs.shape[1] == live.shape[1] == max_drafts:
             raise ValueError(
                 f"confidences of {tuple(confidence_probs.shape)} for rows of "
-                f"{tuple(live.shape)}"
+                f"{tuple(live.shape)} and rounds of {tuple(rounds.shape)}"
             )
-        failed = self._c.record_confidences(
+        _check_tenants(round_tenants, num_slots, max_num_reqs)
+        failed = self._c.record_round(
             _address(confidence_probs, num_reqs, torch.float32),
             _address(num_drafts, num_reqs, torch.int32),
             _address(idx_mapping, num_reqs, torch.int32),
@@ -39,9 +45,14 @@ class BudgetOps:
             max_num_reqs,
             max_drafts,
             _address(live, max_num_reqs, torch.float32),
+            _address(tenants, max_num_reqs, torch.int64),
+            slot,
+            num_slots,
+            _address(rounds, num_slots, torch.float32),
+            _address(round_tenants, num_slots, torch.int64),
         )
         if failed:
-            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+            raise IndexError("a slot or a request row is outside the rounds")
 
     def read_rounds(
         self,
@@ -78,18 +89,23 @@ class BudgetOps:
 
     def count_round(
         self,
-        round_: torch.Tensor,
+        rounds: torch.Tensor,
         round_tenants: torch.Tensor,
         tenants: torch.Tensor,
+        slot: int,
         idx_mapping_np: np.ndarray,
         max_counted: int,
         typical: torch.Tensor,
         num_counted: torch.Tensor,
     ) -> None:
-        (max_num_reqs, max_drafts), num_reqs = round_.shape, len(idx_mapping_np)
+        num_slots, max_num_reqs, max_drafts = rounds.shape
+        num_reqs = len(idx_mapping_np)
+        _check_tenants(round_tenants, num_slots, max_num_reqs)
         failed = self._c.count_round(
-            _address(round_, max_num_reqs, torch.float32),
-            _address(round_tenants, max_num_reqs, torch.int64),
+            _address(rounds, num_slots, torch.float32),
+            _address(round_tenants, num_slots, torch.int64),
+            slot,
+            num_slots,
             _address(tenants, max_num_reqs, torch.int64),
             max_num_reqs,
             max_drafts,
@@ -100,7 +116,7 @@ class BudgetOps:
             _address(num_counted, max_drafts, torch.int64),
         )
         if failed:
-            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+            raise IndexError("a slot or a request row is outside the rounds")
 
     def expected_gains(
         self, past_confidences: np.ndarray, num_drafts_np: np.ndarray, num_drafts: int

@@ -5,8 +5,10 @@ functions, which say what each argument is. Most are about a few numbers a reque
 call costs microseconds, where a twin's dozen operations on tiny tensors cost fifty.
 """
 
+import itertools
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -16,7 +18,7 @@ class StepOps:
     # The C functions by name; ctypes checks their arguments.
     _c: Any
 
-    def gather_inputs(
+    def lay_out_rows(
         self,
         all_token_ids: torch.Tensor,
         total_len: torch.Tensor,
@@ -25,13 +27,14 @@ class StepOps:
         idx_mapping: torch.Tensor,
         query_start_loc: torch.Tensor,
         num_tokens: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        cu_num_logits: torch.Tensor,
+        num_logits: int,
+    ) -> tuple[torch.Tensor, ...]:
         max_num_reqs, max_model_len = all_token_ids.shape
         (num_reqs,) = idx_mapping.shape
-        input_ids = torch.empty(num_tokens, dtype=torch.int64)
-        positions = torch.empty(num_tokens, dtype=torch.int64)
-        seq_lens = torch.empty(num_reqs, dtype=torch.int32)
-        failed = self._c.gather_inputs(
+        longs = _new_vectors([num_tokens] * 2 + [num_logits] * 2, np.int64)
+        ints = _new_vectors([num_reqs] + [num_logits] * 2, np.int32)
+        failed = self._c.lay_out_rows(
             _address(all_token_ids, max_num_reqs, torch.int32),
             max_num_reqs,
             max_model_len,
@@ -43,51 +46,25 @@ class StepOps:
             num_reqs,
             _address(query_start_loc, num_reqs + 1, torch.int32),
             num_tokens,
-            input_ids.data_ptr(),
-            positions.data_ptr(),
-            seq_lens.data_ptr(),
-        )
-        if failed:
-            raise IndexError("a token of the step is outside the request rows")
-        return input_ids, positions, seq_lens
-
-    def expand_logit_rows(
-        self,
-        cu_num_logits: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        num_logits: int,
-        idx_mapping: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        (num_reqs,), (num_tokens,) = idx_mapping.shape, positions.shape
-        logits_indices = torch.empty(num_logits, dtype=torch.int64)
-        expanded_idx_mapping = torch.empty(num_logits, dtype=torch.int32)
-        local_pos = torch.empty(num_logits, dtype=torch.int32)
-        sample_positions = torch.empty(num_logits, dtype=torch.int64)
-        failed = self._c.expand_logit_rows(
             _address(cu_num_logits, num_reqs + 1, torch.int32),
-            _address(query_start_loc, num_reqs + 1, torch.int32),
-            _address(idx_mapping, num_reqs, torch.int32),
-            num_reqs,
-            _address(positions, num_tokens, torch.int64),
-            num_tokens,
             num_logits,
-            logits_indices.data_ptr(),
-            expanded_idx_mapping.data_ptr(),
-            local_pos.data_ptr(),
-            sample_positions.data_ptr(),
+            *(output.data_ptr() for output in (*longs, *ints)),
         )
         if failed:
-            raise IndexError("a logit row is not one of its request's token rows")
-        return logits_indices, expanded_idx_mapping, local_pos, sample_positions
+            raise IndexError("a row of the step is outside its request's")
+        input_ids, positions, logits_indices, sample_positions = longs
+        seq_lens, *owners = ints
+        tokens = input_ids, positions, seq_lens
+        return *tokens, logits_indices, *owners, sample_positions
 
     def gather_rows(
         self, rows: torch.Tensor, idx_mapping: torch.Tensor, num_columns: int
     ) -> torch.Tensor:
         (max_num_reqs, width), (num_reqs,) = rows.shape, idx_mapping.shape
         # Any four bytes.
-        dtype = torch.float32 if rows.dtype is torch.float32 else torch.int32
-        gathered = torch.empty((num_reqs, num_columns), dtype=dtype)
+        is_float = rows.dtype is torch.float32
+        dtype = torch.float32 if is_float else torch.int32
+        gathered = _new((num_reqs, num_columns), np.float32 if is_float else np.int32)
         failed = self._c.gather_rows(
             _address(rows, max_num_reqs, dtype),
             max_num_reqs,
@@ -101,6 +78,23 @@ class StepOps:
             raise IndexError(f"{num_columns} columns of rows in {tuple(rows.shape)}")
         return gathered
 
+    def scatter_rows(
+        self, values: torch.Tensor, idx_mapping: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        (num_reqs, width), max_num_reqs = values.shape, rows.shape[0]
+        if rows.shape[1] != width:
+            raise ValueError(f"{width} columns for rows in {tuple(rows.shape)}")
+        failed = self._c.scatter_rows(
+            _address(values, num_reqs, torch.int64),
+            width,
+            _address(idx_mapping, num_reqs, torch.int32),
+            num_reqs,
+            _address(rows, max_num_reqs, torch.int64),
+            max_num_reqs,
+        )
+        if failed:
+            raise IndexError(f"a request row is not in [0, {max_num_reqs})")
+
     def compute_slot_mapping(
         self,
         block_table: torch.Tensor,
@@ -110,7 +104,7 @@ class StepOps:
     ) -> torch.Tensor:
         num_reqs, num_blocks = block_table.shape
         (num_tokens,) = positions.shape
-        slot_mapping = torch.empty(num_tokens, dtype=torch.int64)
+        slot_mapping = _new(num_tokens, np.int64)
         failed = self._c.compute_slot_mapping(
             _address(block_table, num_reqs, torch.int32),
             num_blocks,
@@ -138,7 +132,7 @@ class StepOps:
     ) -> torch.Tensor:
         (max_num_reqs, max_blocks), (num_reqs,) = block_rows.shape, idx_mapping.shape
         (num_tokens,) = positions.shape
-        slots = torch.empty(num_tokens, dtype=torch.int64)
+        slots = _new(num_tokens, np.int64)
         failed = self._c.context_slots(
             _address(block_rows, max_num_reqs, torch.int32),
             max_num_reqs,
@@ -176,11 +170,9 @@ class StepOps:
         if num_blocks > max_blocks:
             raise IndexError(f"{num_blocks} of {max_blocks} blocks")
         num_tokens = num_reqs * num_slots
-        # Two allocations in place of nine: each costs more than all that is computed.
-        sizes = [num_reqs] * 2 + [num_tokens] * 3
-        longs = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
+        longs = _new_vectors([num_reqs] * 2 + [num_tokens] * 3, np.int64)
         sizes = [num_reqs + 1, num_reqs, num_reqs, num_reqs * num_blocks]
-        ints = torch.empty(sum(sizes), dtype=torch.int32).split(sizes)
+        ints = _new_vectors(sizes, np.int32)
         *ints, block_table = ints
         outputs = (*longs, *ints, block_table.view(num_reqs, num_blocks))
         failed = self._c.lay_out_blocks(
@@ -211,8 +203,8 @@ class StepOps:
         (num_reqs,) = admitted.shape
         if counts.shape != (2, num_reqs):
             raise ValueError(f"counts of {tuple(counts.shape)} for {num_reqs} requests")
-        row_sums = torch.empty(num_reqs + 1, dtype=torch.int32)
-        token_sums = torch.empty(num_reqs + 1, dtype=torch.int32)
+        row_sums = _new(num_reqs + 1, np.int32)
+        token_sums = _new(num_reqs + 1, np.int32)
         self._c.add_and_sum(
             _address(counts, 2, torch.int32),
             _address(admitted, num_reqs, torch.int32),
@@ -226,7 +218,7 @@ class StepOps:
         self, input_ids: torch.Tensor, expanded_local_pos: torch.Tensor
     ) -> torch.Tensor:
         (num_logits,) = input_ids.shape
-        drafts = torch.empty(num_logits, dtype=torch.int64)
+        drafts = _new(num_logits, np.int64)
         self._c.drafts_behind(
             _address(input_ids, num_logits, torch.int64),
             _address(expanded_local_pos, num_logits, torch.int32),
@@ -244,8 +236,8 @@ class StepOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (num_logits,) = token_ids.shape
         num_reqs = cu_num_logits.shape[0] - 1
-        sampled = torch.empty((num_reqs, max_rows_per_req), dtype=torch.int64)
-        num_sampled = torch.empty(num_reqs, dtype=torch.int32)
+        sampled = _new((num_reqs, max_rows_per_req), np.int64)
+        num_sampled = _new(num_reqs, np.int32)
         failed = self._c.take_accepted_prefix(
             _address(is_accepted, num_logits, torch.bool),
             _address(token_ids, num_logits, torch.int64),
@@ -299,7 +291,7 @@ class StepOps:
     ) -> torch.Tensor:
         max_num_reqs, max_drafts = confidence_probs.shape
         (num_reqs,) = idx_mapping.shape
-        admitted = torch.empty(num_reqs, dtype=torch.int32)
+        admitted = _new(num_reqs, np.int32)
         failed = self._c.admit_drafts(
             _address(confidence_probs, max_num_reqs, torch.float32),
             max_num_reqs,
@@ -337,7 +329,7 @@ class StepOps:
             )
         if marks.shape != (max_num_reqs, max_drafts):
             raise ValueError(f"marks of {tuple(marks.shape)}")
-        probs = torch.empty((num_reqs, max_drafts))
+        probs = _new((num_reqs, max_drafts), np.float32)
         failed = self._c.read_curves(
             # A curve a draft, for each way to verify, with a grammar and without.
             _address(curves, num_kinds, torch.float32),
@@ -399,7 +391,7 @@ class StepOps:
         anchor_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         (num_keys,) = seeds.shape
-        keys = torch.empty(num_keys, dtype=torch.int64)
+        keys = _new(num_keys, np.int64)
         anchors = None
         if anchor_positions is not None:
             anchors = _address(anchor_positions, num_keys, torch.int64)
@@ -424,7 +416,7 @@ class StepOps:
         draft_purpose: int,
     ) -> torch.Tensor:
         (max_num_reqs,), (num_reqs,) = seeds.shape, idx_mapping.shape
-        keys = torch.empty((num_steps, num_reqs), dtype=torch.int64)
+        keys = _new((num_steps, num_reqs), np.int64)
         failed = self._c.block_noise_keys(
             _address(seeds, max_num_reqs, torch.int64),
             _address(is_seeded, max_num_reqs, torch.bool),
@@ -462,7 +454,7 @@ class StepOps:
 
     def greedy_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         num_logits, vocab_size = logits.shape
-        token_ids = torch.empty(num_logits, dtype=torch.int64)
+        token_ids = _new(num_logits, np.int64)
         self._c.greedy_argmax(
             *_matrix(logits, vocab_size), num_logits, vocab_size, token_ids.data_ptr()
         )
@@ -486,8 +478,8 @@ class StepOps:
         """
         num_logits = token_ids.shape[0]
         num_reqs = cu_num_logits.shape[0] - 1
-        sampled = torch.empty((num_reqs, max_rows_per_req), dtype=torch.int64)
-        num_sampled = torch.empty(num_reqs, dtype=torch.int32)
+        sampled = _new((num_reqs, max_rows_per_req), np.int64)
+        num_sampled = _new(num_reqs, np.int32)
         failed = self._c.verify_greedy(
             _address(token_ids, num_logits, torch.int64),
             _address(input_ids, num_logits, torch.int64),
@@ -506,7 +498,7 @@ class StepOps:
         self, logits: torch.Tensor, num_candidates: int
     ) -> torch.Tensor:
         num_logits, vocab_size = logits.shape
-        ids = torch.empty((num_logits, num_candidates), dtype=torch.int64)
+        ids = _new((num_logits, num_candidates), np.int64)
         failed = self._c.likeliest_tokens(
             *_matrix(logits, vocab_size),
             num_logits,
@@ -528,7 +520,7 @@ class StepOps:
         expanded_local_pos: torch.Tensor,
     ) -> torch.Tensor:
         num_logits, vocab_size = target_logits.shape
-        is_accepted = torch.empty(num_logits, dtype=torch.bool)
+        is_accepted = _new(num_logits, np.bool_)
         failed = self._c.accept_drafts(
             *_matrix(target_logits, vocab_size),
             *_draft_rows(draft_logits, vocab_size),
@@ -564,6 +556,25 @@ class StepOps:
         )
         if failed:
             raise IndexError("a rejected draft is outside the drafts' logits")
+
+
+def _new(shape: int | tuple[int, ...], dtype: type[np.generic]) -> torch.Tensor:
+    """Return a tensor to write to.
+
+    By way of NumPy: once the layers have driven its code out of the caches, torch's own
+    allocation takes twice as long, longer than what is then written.
+    """
+    return torch.from_numpy(np.empty(shape, dtype))
+
+
+def _new_vectors(sizes: list[int], dtype: type[np.generic]) -> list[torch.Tensor]:
+    """Return as many tensors to write to, one behind the other."""
+    array = np.empty(sum(sizes), dtype)
+    ends = itertools.accumulate(sizes)
+    return [
+        torch.from_numpy(array[end - size : end])
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _matrix(x: torch.Tensor, num_columns: int) -> tuple[int, ...]:

@@ -214,20 +214,20 @@ VLLM_API int64_t vllm_draft_blocks(const VllmBlockDrafter* drafter, const VllmSt
                                    void* const* kv_caches, const VllmDrafts* drafts);
 
 // The integers of a step; the parameters are the Python functions'.
-VLLM_API int64_t vllm_gather_inputs(
+VLLM_API int64_t vllm_lay_out_rows(
     const int32_t* all_token_ids, int64_t max_num_reqs, int64_t max_model_len,
     const int32_t* total_len, const int64_t* draft_tokens, int64_t max_drafts,
     const int32_t* num_computed_tokens, const int32_t* idx_mapping, int64_t num_reqs,
-    const int32_t* query_start_loc, int64_t num_tokens, int64_t* input_ids,
-    int64_t* positions, int32_t* seq_lens);
-VLLM_API int64_t vllm_expand_logit_rows(
-    const int32_t* cu_num_logits, const int32_t* query_start_loc, const int32_t* idx_mapping,
-    int64_t num_reqs, const int64_t* positions, int64_t num_tokens, int64_t num_logits,
-    int64_t* logits_indices, int32_t* expanded_idx_mapping, int32_t* expanded_local_pos,
-    int64_t* sample_positions);
+    const int32_t* query_start_loc, int64_t num_tokens, const int32_t* cu_num_logits,
+    int64_t num_logits, int64_t* input_ids, int64_t* positions, int64_t* logits_indices,
+    int64_t* sample_positions, int32_t* seq_lens, int32_t* expanded_idx_mapping,
+    int32_t* expanded_local_pos);
 VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int64_t width,
                                   const int32_t* idx_mapping, int64_t num_reqs,
                                   int64_t num_columns, int32_t* out);
+VLLM_API int64_t vllm_scatter_rows(const int64_t* values, int64_t width,
+                                   const int32_t* idx_mapping, int64_t num_reqs,
+                                   int64_t* rows, int64_t max_num_reqs);
 VLLM_API int64_t vllm_compute_slot_mapping(const int32_t* block_table, int64_t stride,
                                            int64_t num_blocks,
                                            const int32_t* query_start_loc,
@@ -273,20 +273,22 @@ VLLM_API int64_t vllm_count_outcomes(int32_t* counts, int64_t num_cells, int32_t
                                      int64_t num_bonus_tokens, int64_t parts);
 
 // What a draft budget is chosen from.
-VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_drafts,
-                                         const int32_t* idx_mapping, int64_t num_reqs,
-                                         int64_t max_num_reqs, int64_t max_drafts,
-                                         float* live);
+VLLM_API int64_t vllm_record_round(const float* probs, const int32_t* num_drafts,
+                                   const int32_t* idx_mapping, int64_t num_reqs,
+                                   int64_t max_num_reqs, int64_t max_drafts, float* live,
+                                   const int64_t* tenants, int64_t slot, int64_t num_slots,
+                                   float* rounds, int64_t* round_tenants);
 VLLM_API int64_t vllm_read_rounds(const float* rounds, const int64_t* round_tenants,
                                   int64_t num_slots, const int64_t* tenants,
                                   int64_t max_num_reqs, const double* typical,
                                   int64_t max_drafts, const int64_t* slots,
                                   int64_t num_rounds, const int32_t* idx_mapping,
                                   int64_t num_reqs, double* out);
-VLLM_API int64_t vllm_count_round(const float* round, const int64_t* round_tenants,
-                                  const int64_t* tenants, int64_t max_num_reqs,
-                                  int64_t max_drafts, const int32_t* idx_mapping,
-                                  int64_t num_reqs, int64_t max_counted, double* typical,
+VLLM_API int64_t vllm_count_round(const float* rounds, const int64_t* round_tenants,
+                                  int64_t slot, int64_t num_slots, const int64_t* tenants,
+                                  int64_t max_num_reqs, int64_t max_drafts,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int64_t max_counted, double* typical,
                                   int64_t* num_counted);
 VLLM_API int64_t vllm_expected_gains(const double* past_confidences, int64_t num_rounds,
                                      int64_t num_reqs, int64_t max_drafts,

@@ -9,10 +9,12 @@
 
 #include "api.h"
 
-VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_drafts,
-                                         const int32_t* idx_mapping, int64_t num_reqs,
-                                         int64_t max_num_reqs, int64_t max_drafts,
-                                         float* live) {
+VLLM_API int64_t vllm_record_round(const float* probs, const int32_t* num_drafts,
+                                   const int32_t* idx_mapping, int64_t num_reqs,
+                                   int64_t max_num_reqs, int64_t max_drafts, float* live,
+                                   const int64_t* tenants, int64_t slot, int64_t num_slots,
+                                   float* rounds, int64_t* round_tenants) {
+  if (slot < 0 || slot >= num_slots) return 1;
   for (int64_t req = 0; req < num_reqs; ++req) {
     const int64_t row = idx_mapping[req];
     if (row < 0 || row >= max_num_reqs) return 1;
@@ -21,6 +23,9 @@ VLLM_API int64_t vllm_record_confidences(const float* probs, const int32_t* num_
                                           ? probs[req * max_drafts + step]
                                           : std::numeric_limits<float>::quiet_NaN();
   }
+  const int64_t size = max_num_reqs * max_drafts;
+  std::copy_n(live, size, rounds + slot * size);
+  std::copy_n(tenants, max_num_reqs, round_tenants + slot * max_num_reqs);
   return 0;
 }
 
@@ -47,13 +52,17 @@ VLLM_API int64_t vllm_read_rounds(const float* rounds, const int64_t* round_tena
   return 0;
 }
 
-VLLM_API int64_t vllm_count_round(const float* round, const int64_t* round_tenants,
-                                  const int64_t* tenants, int64_t max_num_reqs,
-                                  int64_t max_drafts, const int32_t* idx_mapping,
-                                  int64_t num_reqs, int64_t max_counted, double* typical,
+VLLM_API int64_t vllm_count_round(const float* rounds, const int64_t* round_tenants,
+                                  int64_t slot, int64_t num_slots, const int64_t* tenants,
+                                  int64_t max_num_reqs, int64_t max_drafts,
+                                  const int32_t* idx_mapping, int64_t num_reqs,
+                                  int64_t max_counted, double* typical,
                                   int64_t* num_counted) {
+  if (slot < 0 || slot >= num_slots) return 1;
   for (int64_t req = 0; req < num_reqs; ++req)
     if (idx_mapping[req] < 0 || idx_mapping[req] >= max_num_reqs) return 1;
+  const float* round = rounds + slot * max_num_reqs * max_drafts;
+  round_tenants += slot * max_num_reqs;
   for (int64_t step = 0; step < max_drafts; ++step) {
     float sum = 0.0f;
     int64_t num_known = 0;

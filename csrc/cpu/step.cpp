@@ -23,14 +23,17 @@ bool are_rows(const int32_t* idx_mapping, int64_t num_reqs, int64_t max_num_reqs
 }  // namespace
 }  // namespace vllm
 
-VLLM_API int64_t vllm_gather_inputs(
+VLLM_API int64_t vllm_lay_out_rows(
     const int32_t* all_token_ids, int64_t max_num_reqs, int64_t max_model_len,
     const int32_t* total_len, const int64_t* draft_tokens, int64_t max_drafts,
     const int32_t* num_computed_tokens, const int32_t* idx_mapping, int64_t num_reqs,
-    const int32_t* query_start_loc, int64_t num_tokens, int64_t* input_ids,
-    int64_t* positions, int32_t* seq_lens) {
+    const int32_t* query_start_loc, int64_t num_tokens, const int32_t* cu_num_logits,
+    int64_t num_logits, int64_t* input_ids, int64_t* positions, int64_t* logits_indices,
+    int64_t* sample_positions, int32_t* seq_lens, int32_t* expanded_idx_mapping,
+    int32_t* expanded_local_pos) {
   using namespace vllm;
   if (!are_bounds(query_start_loc, num_reqs, num_tokens)) return 1;
+  if (!are_bounds(cu_num_logits, num_reqs, num_logits)) return 1;
   if (!are_rows(idx_mapping, num_reqs, max_num_reqs)) return 1;
   for (int64_t req = 0; req < num_reqs; ++req) {
     const int64_t row = idx_mapping[req];
@@ -48,26 +51,14 @@ VLLM_API int64_t vllm_gather_inputs(
       }
     }
     seq_lens[req] = static_cast<int32_t>(num_computed_tokens[row] + end - start);
-  }
-  return 0;
-}
-
-VLLM_API int64_t vllm_expand_logit_rows(
-    const int32_t* cu_num_logits, const int32_t* query_start_loc, const int32_t* idx_mapping,
-    int64_t num_reqs, const int64_t* positions, int64_t num_tokens, int64_t num_logits,
-    int64_t* logits_indices, int32_t* expanded_idx_mapping, int32_t* expanded_local_pos,
-    int64_t* sample_positions) {
-  using namespace vllm;
-  if (!are_bounds(cu_num_logits, num_reqs, num_logits)) return 1;
-  if (!are_bounds(query_start_loc, num_reqs, num_tokens)) return 1;
-  for (int64_t req = 0; req < num_reqs; ++req) {
-    const int64_t start = cu_num_logits[req], end = cu_num_logits[req + 1];
-    const int64_t shift = query_start_loc[req + 1] - end;
-    if (start < end && start + shift < query_start_loc[req]) return 1;
-    for (int64_t logit = start; logit < end; ++logit) {
+    // A request's logit rows are its last tokens.
+    const int64_t first_logit = cu_num_logits[req];
+    const int64_t shift = end - cu_num_logits[req + 1];
+    if (first_logit + shift < start) return 1;
+    for (int64_t logit = first_logit; logit + shift < end; ++logit) {
       logits_indices[logit] = logit + shift;
       expanded_idx_mapping[logit] = idx_mapping[req];
-      expanded_local_pos[logit] = static_cast<int32_t>(logit - start);
+      expanded_local_pos[logit] = static_cast<int32_t>(logit - first_logit);
       sample_positions[logit] = positions[logit + shift] + 1;
     }
   }
@@ -81,6 +72,16 @@ VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int
   if (num_columns > width || !are_rows(idx_mapping, num_reqs, max_num_reqs)) return 1;
   for (int64_t req = 0; req < num_reqs; ++req)
     std::copy_n(rows + idx_mapping[req] * width, num_columns, out + req * num_columns);
+  return 0;
+}
+
+VLLM_API int64_t vllm_scatter_rows(const int64_t* values, int64_t width,
+                                   const int32_t* idx_mapping, int64_t num_reqs,
+                                   int64_t* rows, int64_t max_num_reqs) {
+  using namespace vllm;
+  if (!are_rows(idx_mapping, num_reqs, max_num_reqs)) return 1;
+  for (int64_t req = 0; req < num_reqs; ++req)
+    std::copy_n(values + req * width, width, rows + idx_mapping[req] * width);
   return 0;
 }
 

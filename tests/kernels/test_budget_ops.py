@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.spec_decode.accepted_prefix import _take_accepted_prefix
 from vllm.v1.worker.gpu.spec_decode.confidence_history import (
     _count_round_numpy,
     _read_rounds_numpy,
-    _record_confidences_torch,
+    _record_round_torch,
 )
 from vllm.v1.worker.gpu.spec_decode.cost_correction import (
     _correct_costs_numpy,
@@ -67,7 +67,7 @@ def test_a_round_moves_what_is_typical_as_the_twin_does(ops, seed):
     for count in ops.count_round, _count_round_numpy:
         typical = torch.full((MAX_DRAFTS,), 0.6, dtype=torch.float64)
         num_counted = torch.tensor([4, 255, 256])
-        count(rounds[1], round_tenants[1], tenants, ROWS, 256, typical, num_counted)
+        count(rounds, round_tenants, tenants, 1, ROWS, 256, typical, num_counted)
         states.append((typical.tolist(), num_counted.tolist()))
     assert states[0] == states[1]
     assert states[0][0] != [0.6] * MAX_DRAFTS
@@ -78,11 +78,18 @@ def test_a_proposal_is_recorded_as_the_twin_does(ops):
     confidence_probs = torch.rand(3, MAX_DRAFTS)
     num_drafts = torch.tensor([3, 0, 1], dtype=torch.int32)
     written = []
-    for record in ops.record_confidences, _record_confidences_torch:
+    for record in ops.record_round, _record_round_torch:
         live = torch.ones(MAX_NUM_REQS, MAX_DRAFTS)
-        record(confidence_probs, num_drafts, torch.from_numpy(ROWS), live)
-        written.append(live)
-    torch.testing.assert_close(*written, rtol=0, atol=0, equal_nan=True)
+        rounds, round_tenants, tenants = make_rounds(0)
+        record(
+            confidence_probs, num_drafts, torch.from_numpy(ROWS), live, tenants, 2,
+            rounds, round_tenants,
+        )  # fmt: skip
+        written.append((live, rounds, round_tenants))
+    for actual, expected in zip(*written, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(rounds[2], live, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(round_tenants[2], tenants)
 
 
 @native_ops
@@ -164,20 +171,33 @@ def test_a_row_outside_the_history_is_refused(ops, row):
         ops.read_rounds(rounds, round_tenants, tenants, typical, [0], rows)
     with pytest.raises(IndexError, match="a request row"):
         ops.count_round(
-            rounds[0], round_tenants[0], tenants, rows, 9, typical,
+            rounds, round_tenants, tenants, 0, rows, 9, typical,
             torch.ones(MAX_DRAFTS, dtype=torch.int64),
         )  # fmt: skip
     with pytest.raises(IndexError, match="a request row"):
-        ops.record_confidences(
-            torch.ones(1, MAX_DRAFTS), one, torch.from_numpy(rows), rounds[0]
-        )
+        ops.record_round(
+            torch.ones(1, MAX_DRAFTS), one, torch.from_numpy(rows), rounds[0].clone(),
+            tenants, 0, rounds, round_tenants,
+        )  # fmt: skip
 
 
 @native_ops
 def test_a_slot_that_does_not_exist_is_refused(ops):
     typical = torch.ones(MAX_DRAFTS, dtype=torch.float64)
+    rounds, round_tenants, tenants = make_rounds(0)
     with pytest.raises(IndexError, match="a slot"):
-        ops.read_rounds(*make_rounds(0), typical, [NUM_SLOTS], ROWS)
+        ops.read_rounds(rounds, round_tenants, tenants, typical, [NUM_SLOTS], ROWS)
+    with pytest.raises(IndexError, match="a slot"):
+        ops.count_round(
+            rounds, round_tenants, tenants, -1, ROWS, 9, typical,
+            torch.ones(MAX_DRAFTS, dtype=torch.int64),
+        )  # fmt: skip
+    with pytest.raises(IndexError, match="a slot"):
+        ops.record_round(
+            torch.ones(3, MAX_DRAFTS), torch.ones(3, dtype=torch.int32),
+            torch.from_numpy(ROWS), rounds[0].clone(), tenants, NUM_SLOTS, rounds,
+            round_tenants,
+        )  # fmt: skip
 
 
 @native_ops

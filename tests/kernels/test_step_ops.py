@@ -27,10 +27,10 @@ DRAFTS = torch.zeros((2, 3), dtype=torch.int64)
 )
 def test_inputs_outside_the_request_rows_are_refused(ops, row, total_len, bounds):
     num_tokens = bounds[1] + (bounds == (0, 1))
-    with pytest.raises(IndexError, match="outside the request rows"):
-        ops.gather_inputs(
+    with pytest.raises(IndexError, match="outside its request's"):
+        ops.lay_out_rows(
             TOKENS, int32(total_len, 4), DRAFTS, int32(3, 3), int32(row),
-            int32(*bounds), num_tokens,
+            int32(*bounds), num_tokens, int32(0, 1), 1,
         )  # fmt: skip
 
 
@@ -38,10 +38,11 @@ def test_inputs_outside_the_request_rows_are_refused(ops, row, total_len, bounds
 @pytest.mark.parametrize("cu_num_logits", [(0, 3), (0, 1), (1, 2)])
 def test_logit_rows_that_are_no_token_rows_are_refused(ops, cu_num_logits):
     num_logits = 3 if cu_num_logits == (0, 3) else 2
-    with pytest.raises(IndexError, match="token rows"):
-        ops.expand_logit_rows(
-            int32(*cu_num_logits), int32(0, 2), num_logits, int32(0), int64(5, 6)
-        )
+    with pytest.raises(IndexError, match="outside its request's"):
+        ops.lay_out_rows(
+            TOKENS, int32(4, 4), DRAFTS, int32(3, 3), int32(0), int32(0, 2), 2,
+            int32(*cu_num_logits), num_logits,
+        )  # fmt: skip
 
 
 @native_ops
@@ -58,6 +59,17 @@ def test_a_position_without_a_block_is_refused(ops, position):
 def test_rows_and_columns_that_do_not_exist_are_not_gathered(ops, row, num_columns):
     with pytest.raises(IndexError, match="columns of rows"):
         ops.gather_rows(TOKENS, int32(row), num_columns)
+
+
+@native_ops
+@pytest.mark.parametrize("row", [-1, 2])
+def test_rows_that_do_not_exist_are_not_written(ops, row):
+    rows = DRAFTS.clone()
+    with pytest.raises(IndexError, match="a request row"):
+        ops.scatter_rows(int64(5, 6, 7).view(1, 3), int32(row), rows)
+    with pytest.raises(ValueError, match="2 columns"):
+        ops.scatter_rows(int64(5, 6).view(1, 2), int32(0), rows)
+    assert torch.equal(rows, DRAFTS)
 
 
 @native_ops

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 # Under this name too: a module of messages offers both forms of one thing.
@@ -152,7 +151,7 @@ class ModelRunnerOutput:
         num_nans_in_logits: requests whose logits held NaN, with the count.
         num_verified_drafts: requests of which fewer drafts were verified than were
             scheduled, with the count.
-        draft_confidences: [num_reqs, num_speculative_tokens] float32, the predicted
+        draft_confidences: num_speculative_tokens of each request: the predicted
             probability that a draft of this step is accepted if those before it are;
             NaN where there is none. None: nobody predicts.
         step_cost: of the last step whose time has been predicted and is known; None if
@@ -166,7 +165,7 @@ class ModelRunnerOutput:
     prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     num_verified_drafts: dict[str, int] = field(default_factory=dict)
-    draft_confidences: np.ndarray | None = None
+    draft_confidences: list[list[float]] | None = None
     step_cost: StepCost | None = None
 
 

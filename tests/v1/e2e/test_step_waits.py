@@ -13,10 +13,12 @@ from torch.overrides import TorchFunctionMode
 from tests.v1.e2e.budget_policies import Watched
 from tests.v1.e2e.tiny_engine import TinyEngine
 from tests.v1.spec_decode.linear_costs import LinearCosts
+from vllm._cpu_ops_budget import BudgetOps
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.adaptive_budget import AdaptiveBudget
+from vllm.v1.worker.gpu.spec_decode.confidence_history import _record_round_torch
 from vllm.v1.worker.gpu.spec_decode.draft_budget import (
     BudgetPolicy,
     FixedBudget,
@@ -125,6 +127,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(model_runner, "make_copy_stream", lambda device: stream)
     monkeypatch.setattr(LogprobsTensors, "to_cpu_nonblocking", copy_scores)
+    # The compiled operator copies unseen.
+    monkeypatch.setattr(
+        BudgetOps, "record_round", lambda ops, *args: _record_round_torch(*args)
+    )
     return recorder
 
 

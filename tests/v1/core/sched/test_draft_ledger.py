@@ -84,9 +84,7 @@ class Reader:
         return stats
 
 
-CONFIDENCES = np.array(
-    [[0.5, 0.5, np.nan], [1.0, 0.5, 0.8], [np.nan] * 3], dtype=np.float32
-)
+CONFIDENCES = [[0.5, 0.5, np.nan], [1.0, 0.5, 0.8], [np.nan] * 3]
 
 
 def test_the_budget_is_what_was_verified_also_of_requests_that_have_gone():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,11 @@ from vllm.v1.spec_decode.metrics import StepCost
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, VerificationRecord
 
 REQ_IDS = ["two", "three", "chunk", "none"]
+
+
+def make_record(admitted: list[int]) -> VerificationRecord:
+    layout = make_layout(sum(admitted), admitted)
+    return VerificationRecord(layout, torch.tensor(admitted, dtype=torch.int32))
 
 
 def get_output(record: VerificationRecord):
@@ -29,26 +36,27 @@ def get_output(record: VerificationRecord):
 def test_requests_with_trimmed_drafts_are_told_with_what_was_verified(
     admitted, expected
 ):
-    layout = make_layout(sum(admitted), admitted)
-    output = get_output(VerificationRecord(layout))
+    output = get_output(make_record(admitted))
     assert output.num_verified_drafts == expected
     assert output.draft_confidences is output.step_cost is None
 
 
 def test_counts_are_those_of_the_step_also_when_its_buffers_are_rewritten():
-    layout = make_layout(3, [1, 2, 0, 0])
+    record = make_record([1, 2, 0, 0])
     sampled = SamplerOutput(
         torch.zeros((4, 4), dtype=torch.int64), torch.ones(4, dtype=torch.int32)
     )
-    output = AsyncOutput(REQ_IDS, sampled, {}, VerificationRecord(layout))
-    layout.cu_num_logits.zero_()
+    output = AsyncOutput(REQ_IDS, sampled, {}, record)
+    record.layout.cu_num_logits.zero_()
     assert output.get_output().num_verified_drafts == {"two": 1, "three": 2}
 
 
 def test_predictions_go_with_the_results():
     confidences = torch.tensor([[0.5, 0.25, float("nan")]] * 4)
-    layout = make_layout(5, [2, 3, 0, 0])
     cost = StepCost(7, 0.1, 0.2)
-    output = get_output(VerificationRecord(layout, confidences, cost))
-    assert output.draft_confidences[1, :2].tolist() == [0.5, 0.25]
+    record = replace(
+        make_record([2, 3, 0, 0]), draft_confidences=confidences, step_cost=cost
+    )
+    output = get_output(record)
+    assert output.draft_confidences[1][:2] == [0.5, 0.25]
     assert output.step_cost == cost

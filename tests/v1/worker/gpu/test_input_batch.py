@@ -5,22 +5,19 @@ import torch
 from vllm.v1.worker.gpu import input_batch as ib
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
 
-# What is picked on a CPU is the compiled operator, where it is built.
-IDS = ["torch", "triton", "picked"]
 gather = pytest.mark.parametrize(
-    "impl",
-    [ib._gather_inputs_torch, ib._gather_inputs_triton, ib.gather_inputs],
-    ids=IDS,
+    "impl", [ib._gather_inputs_torch, ib._gather_inputs_triton], ids=["torch", "triton"]
 )
 expand = pytest.mark.parametrize(
     "impl",
-    [ib._expand_logit_rows_torch, ib._expand_logit_rows_triton, ib.expand_logit_rows],
-    ids=IDS,
+    [ib._expand_logit_rows_torch, ib._expand_logit_rows_triton],
+    ids=["torch", "triton"],
 )
+# What is picked on a CPU is the compiled operator, where it is built.
 update = pytest.mark.parametrize(
     "impl",
     [ib._post_update_torch, ib._post_update_triton, ib.post_update],
-    ids=IDS,
+    ids=["torch", "triton", "picked"],
 )
 
 
@@ -40,6 +37,14 @@ def make_layout(num_tokens, num_rows, device) -> BatchLayout:
 
 def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_states(device):
+    """Return the arrays of eight request rows, each two tokens behind."""
+    tokens = torch.randint(0, 100, (8, 40), dtype=torch.int32, device=device)
+    num_computed = torch.randint(0, 20, (8,), dtype=torch.int32, device=device)
+    drafts = torch.randint(0, 100, (8, 3), device=device)
+    return tokens, num_computed + 2, drafts, num_computed
 
 
 @gather
@@ -97,11 +102,11 @@ def test_a_batch_tells_which_token_rows_have_logits(
     layout = make_layout(num_tokens, num_rows, device)
     rows_np = np.arange(len(num_tokens), dtype=np.int32)
     rows = torch.from_numpy(rows_np).to(device)
-    tokens = torch.arange(layout.num_tokens, device=device)
     batch = ib.InputBatch(
-        list("abc")[: len(num_tokens)], rows_np, rows, layout, tokens, tokens, rows,
-        tokens, rows, 9, rows_np, *ib.expand_logit_rows(layout, rows, tokens),
+        list("abc")[: len(num_tokens)], rows_np, rows, layout, 9, rows_np, rows, rows,
+        *ib.lay_out_rows(*make_states(device), rows, layout),
     )  # fmt: skip
+    tokens = torch.arange(layout.num_tokens, device=device)
     assert batch.take_logit_rows(tokens).tolist() == expected
 
 
@@ -158,18 +163,15 @@ def test_kernels_match_their_twins(num_reqs, device):
     )
     layout = make_layout(num_tokens, num_rows, device)
     rows = int32(generator.permutation(8)[:num_reqs], device)
-    tokens = torch.randint(0, 100, (8, 40), dtype=torch.int32, device=device)
-    num_computed = torch.randint(0, 20, (8,), dtype=torch.int32, device=device)
-    total_len = num_computed + 2
-    drafts = torch.randint(0, 100, (8, 3), device=device)
-    where = (rows, layout.query_start_loc, layout.num_tokens)
-    arguments = (tokens, total_len, drafts, num_computed, *where)
+    states = make_states(device)
+    arguments = (*states, rows, layout.query_start_loc, layout.num_tokens)
     twin = ib._gather_inputs_torch(*arguments)
-    for impl in (ib._gather_inputs_triton, ib.gather_inputs):
-        for actual, expected in zip(impl(*arguments), twin, strict=True):
-            assert torch.equal(actual, expected)
-    expected_rows = ib._expand_logit_rows_torch(layout, rows, twin[1])
-    for impl in (ib._expand_logit_rows_triton, ib.expand_logit_rows):
-        actual_rows = impl(layout, rows, twin[1])
-        for actual, expected in zip(actual_rows, expected_rows, strict=True):
-            assert torch.equal(actual, expected)
+    expected = *twin, *ib._expand_logit_rows_torch(layout, rows, twin[1])
+    triton = ib._gather_inputs_triton(*arguments)
+    triton = *triton, *ib._expand_logit_rows_triton(layout, rows, triton[1])
+    # On a CPU the compiled operator, where it is built.
+    picked = ib.lay_out_rows(*states, rows, layout)
+    for actual in triton, picked:
+        for values, wanted in zip(actual, expected, strict=True):
+            assert values.dtype == wanted.dtype
+            assert torch.equal(values, wanted)

@@ -1,5 +1,7 @@
 import pytest
+import torch
 
+from vllm import _custom_ops as ops
 from vllm.v1.worker.gpu.states import RequestState
 
 
@@ -26,6 +28,18 @@ def test_a_resumed_request_fills_its_row_with_all_known_tokens(device):
     assert states.total_len.gpu[row].item() == 4
     assert states.num_computed_tokens.gpu[row].item() == 1
     assert (states.prompt_len.np[row], states.prefill_len.np[row]) == (2, 4)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_proposal_is_kept_in_the_rows_of_its_requests(
+    is_compiled, device, monkeypatch
+):
+    if not is_compiled:
+        monkeypatch.setattr(ops, "maybe_step_ops", lambda: None)
+    states = RequestState(4, 8, 2, device)
+    drafts = torch.tensor([[5, 6], [7, -1]], device=device)
+    states.keep_drafts(torch.tensor([3, 1], dtype=torch.int32, device=device), drafts)
+    assert states.draft_tokens.tolist() == [[0, 0], [7, -1], [0, 0], [5, 6]]
 
 
 def test_more_requests_than_rows_is_a_bug_that_is_told(device):

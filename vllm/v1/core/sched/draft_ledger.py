@@ -1,8 +1,8 @@
 """What became of drafts: one account for statistics, requests and the dashboard."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from vllm.v1.spec_decode.trace import DraftTrace
 _CALIBRATION_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True)
-class DraftCounts:
+class DraftCounts(NamedTuple):
     """Leading drafts of one request in one step.
 
     Args:
@@ -48,8 +47,7 @@ class DraftCounts:
         return min(self.num_admitted, self.num_allowed)
 
 
-@dataclass(frozen=True)
-class SettledDrafts:
+class SettledDrafts(NamedTuple):
     """What a request's output tells of its drafts; None for nothing.
 
     Args:
@@ -98,14 +96,13 @@ class DraftLedger:
         # Of the open step.
         self._drafts: dict[str, list[int]] = {}
         self._counts: dict[str, DraftCounts] = {}
-        # [num_reqs, num_speculative_tokens] float64, in the order of the result.
-        self._survivals: np.ndarray | None = None
+        # In the order of the result.
+        self._confidences: list[list[float]] | None = None
         self._batch_idx: dict[str, int] = {}
-        # (batch_idx, admitted, accepted) of each settled proposal. A refusal by the
-        # grammar is predicted too, so a refused draft has not survived.
-        self._settled: list[tuple[int, int, int]] = []
-        # Survivals of a step with its settled proposals, up to the next calibration.
-        self._judged: list[tuple[np.ndarray, list[tuple[int, int, int]]]] = []
+        # (confidences, admitted, accepted) of each settled proposal, up to the next
+        # calibration. A refusal by the grammar is predicted too, so a refused draft has
+        # not survived.
+        self._judged: list[tuple[list[float], int, int]] = []
 
     def open_step(
         self,
@@ -126,10 +123,7 @@ class DraftLedger:
             scheduler_output, model_runner_output, grammar_output
         )
         self._batch_idx = model_runner_output.req_id_to_index
-        confidences = model_runner_output.draft_confidences
-        self._survivals = None
-        if confidences is not None:
-            self._survivals = confidences.clip(0.0, 1.0).cumprod(1, dtype=np.float64)
+        self._confidences = model_runner_output.draft_confidences
 
     def settle(self, request_id: str, num_sampled: int) -> SettledDrafts:
         """Count the drafts of a request, if it had any.
@@ -146,14 +140,13 @@ class DraftLedger:
         step = SpecDecodingStep(counts.num_verified, num_accepted)
         if self._is_counting:
             self._stats.observe(counts.num_drafted, step)
-            if request_id in self._batch_idx:
-                self._settled.append(
-                    (
-                        self._batch_idx[request_id],
-                        counts.num_admitted,
-                        step.num_accepted,
-                    )
+            confidences = self._get_confidences(request_id)
+            if confidences is not None:
+                self._judged.append(
+                    (confidences, counts.num_admitted, step.num_accepted)
                 )
+        if not (self._tells_steps or self._tells_traces):
+            return _NOTHING
         return SettledDrafts(
             step if self._tells_steps else None,
             self._trace(request_id, counts, step) if self._tells_traces else None,
@@ -173,9 +166,6 @@ class DraftLedger:
             sum(entry.num_scheduled for entry in counts),
             sum(entry.num_admitted for entry in counts),
         )
-        settled, self._settled = self._settled, []
-        if self._survivals is not None and settled:
-            self._judged.append((self._survivals, settled))
 
     def report(self, stats: SchedulerStats, *, is_idle: bool) -> None:
         """Put what came together since the last call into `stats`.
@@ -198,22 +188,29 @@ class DraftLedger:
             stats.calibration = self._calibration.take_stats()
             self._last_report_s = now
 
+    def _get_confidences(self, request_id: str) -> list[float] | None:
+        """Return what was predicted of the request's drafts, if anything was."""
+        if self._confidences is None or request_id not in self._batch_idx:
+            return None
+        return self._confidences[self._batch_idx[request_id]]
+
     def _observe_judged(self) -> None:
         """Calibrate by the proposals since the last time, all at once."""
         judged, self._judged = self._judged, []
         if not judged:
             return
-        survivals = [values[[row for row, *_ in rows]] for values, rows in judged]
-        counts = np.array([row[1:] for _, rows in judged for row in rows])
-        self._calibration.observe(np.concatenate(survivals), *counts.T)
+        confidences, num_admitted, num_accepted = zip(*judged, strict=True)
+        self._calibration.observe(
+            _survivals_of(confidences), np.array(num_admitted), np.array(num_accepted)
+        )
 
     def _trace(
         self, request_id: str, counts: DraftCounts, step: SpecDecodingStep
     ) -> DraftTrace:
         survivals: list[float] = []
-        if self._survivals is not None and request_id in self._batch_idx:
-            row = self._survivals[self._batch_idx[request_id], : counts.num_scheduled]
-            survivals = row.tolist()
+        confidences = self._get_confidences(request_id)
+        if confidences is not None:
+            [survivals] = _survivals_of([confidences[: counts.num_scheduled]]).tolist()
         return DraftTrace(
             self._drafts[request_id],
             counts.num_admitted,
@@ -252,3 +249,8 @@ def count_drafts(
             num_allowed.get(req_id, num_scheduled),
         )
     return counts
+
+
+def _survivals_of(confidences: Sequence[list[float]]) -> np.ndarray:
+    """Return [n, num_drafts] float64 of as many confidences."""
+    return np.array(confidences).clip(0.0, 1.0).cumprod(1)

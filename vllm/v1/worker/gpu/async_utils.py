@@ -1,8 +1,8 @@
 """The one place that waits for the device: results on their way to the host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vllm.v1.outputs import (
@@ -21,12 +21,15 @@ class VerificationRecord:
 
     Args:
         layout: of the step.
+        admitted: [num_reqs] int32, on the device, in a tensor of its own: how many
+            drafts of each request are verified.
         draft_confidences: [num_reqs, num_speculative_tokens] float32, on the device, in
             a tensor of their own; None: nobody predicts.
         step_cost: of an earlier step, if it has become known.
     """
 
     layout: BatchLayout
+    admitted: torch.Tensor
     draft_confidences: torch.Tensor | None = None
     step_cost: StepCost | None = None
 
@@ -63,41 +66,31 @@ class AsyncOutput:
     ) -> None:
         self._req_ids = req_ids
         self._verification = verification
-        self._num_rows: torch.Tensor | None = None
-        if not verification.layout.is_exact_on_host:
-            # The prefix sums may be rewritten by the next step.
-            self._num_rows = torch.diff(verification.layout.cu_num_logits)
         # The device tensors must outlive the copies that read them.
         self._sampler_output = sampler_output
         self._prompt_logprobs = prompt_logprobs
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:
-            self._start_copies()
+            self._start_copies(lambda values: values)
             return
         copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copy_stream):
-            self._start_copies()
+            self._start_copies(lambda values: values.to("cpu", non_blocking=True))
             self._event = torch.cuda.Event(blocking=True)
             self._event.record(copy_stream)
 
-    def _start_copies(self) -> None:
-        output = self._sampler_output
-        self._sampled = output.sampled_token_ids.to("cpu", non_blocking=True)
-        self._num_sampled = output.num_sampled.to("cpu", non_blocking=True)
-        self._num_nans = (
+    def _start_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        output, verification = self._sampler_output, self._verification
+        self._sampled = copy(output.sampled_token_ids)
+        self._num_sampled = copy(output.num_sampled)
+        self._num_nans = None if output.num_nans is None else copy(output.num_nans)
+        self._num_verified = (
             None
-            if output.num_nans is None
-            else output.num_nans.to("cpu", non_blocking=True)
+            if verification.layout.is_exact_on_host
+            else copy(verification.admitted)
         )
-        self._host_num_rows = (
-            None
-            if self._num_rows is None
-            else self._num_rows.to("cpu", non_blocking=True)
-        )
-        confidences = self._verification.draft_confidences
-        self._confidences = (
-            None if confidences is None else confidences.to("cpu", non_blocking=True)
-        )
+        confidences = verification.draft_confidences
+        self._confidences = None if confidences is None else copy(confidences)
         self._logprobs = (
             None
             if output.logprobs_tensors is None
@@ -117,7 +110,6 @@ class AsyncOutput:
             row[:count]
             for row, count in zip(self._sampled.tolist(), num_sampled, strict=True)
         ]
-        num_nans = np.zeros(0) if self._num_nans is None else self._num_nans.numpy()
         return ModelRunnerOutput(
             req_ids=self._req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(self._req_ids)},
@@ -127,33 +119,32 @@ class AsyncOutput:
                 req_id: tensors.tolists()
                 for req_id, tensors in self._host_prompt_logprobs.items()
             },
-            num_nans_in_logits={
-                self._req_ids[batch_idx]: int(num_nans[batch_idx])
-                for batch_idx in np.flatnonzero(num_nans)
-            },
+            num_nans_in_logits=self._count_nans(),
             num_verified_drafts=self._count_verified_drafts(),
             draft_confidences=(
-                None if self._confidences is None else self._confidences.numpy()
+                None if self._confidences is None else self._confidences.tolist()
             ),
             step_cost=self._verification.step_cost,
         )
 
+    def _count_nans(self) -> dict[str, int]:
+        """Return the counts of the requests that have any."""
+        if self._num_nans is None:
+            return {}
+        counts = zip(self._req_ids, self._num_nans.tolist(), strict=True)
+        return {req_id: num_nans for req_id, num_nans in counts if num_nans}
+
     def _count_verified_drafts(self) -> dict[str, int]:
         """Return the counts of the requests that have a draft trimmed."""
         layout = self._verification.layout
-        num_scheduled = layout.num_draft_tokens_per_req
-        if num_scheduled is None or layout.num_trimmed_drafts == 0:
+        num_drafts = layout.num_draft_tokens_per_req
+        if num_drafts is None or layout.num_trimmed_drafts == 0:
             return {}
-        if self._host_num_rows is None:
-            num_rows = np.diff(layout.verified_cu_num_logits_np)
-        else:
-            num_rows = self._host_num_rows.numpy()
-        # Who samples nothing has neither drafts nor rows.
-        num_verified = np.maximum(num_rows - layout.num_bonus_tokens, 0)
-        return {
-            self._req_ids[batch_idx]: int(num_verified[batch_idx])
-            for batch_idx in np.flatnonzero(num_verified < num_scheduled)
-        }
+        num_verified = [0] * layout.num_reqs
+        if self._num_verified is not None:
+            num_verified = self._num_verified.tolist()
+        counts = zip(self._req_ids, num_verified, num_drafts.tolist(), strict=True)
+        return {req_id: kept for req_id, kept, drafted in counts if kept < drafted}
 
 
 class AsyncDrafts:

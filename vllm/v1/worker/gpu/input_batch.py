@@ -19,14 +19,14 @@ class InputBatch:
         idx_mapping_np: [num_reqs] int32, batch_idx -> req_state_idx, host.
         idx_mapping: the same on the device.
         layout: token and logit rows of the requests.
-        input_ids: [num_tokens] int64.
-        positions: [num_tokens] int64, absolute.
-        block_table: [num_reqs, num_blocks] int32, of as many blocks as are needed.
-        slot_mapping: [num_tokens] int64, where the tokens are cached.
-        seq_lens: [num_reqs] int32, tokens in the cache after the step.
         max_seq_len: upper bound of seq_lens, host.
         num_computed_tokens_np: [num_reqs] int32, before the step; an upper bound under
             speculation.
+        block_table: [num_reqs, num_blocks] int32, of as many blocks as are needed.
+        slot_mapping: [num_tokens] int64, where the tokens are cached.
+        input_ids: [num_tokens] int64.
+        positions: [num_tokens] int64, absolute.
+        seq_lens: [num_reqs] int32, tokens in the cache after the step.
         logits_indices: [num_logits] int64, logit row -> token row.
         expanded_idx_mapping: [num_logits] int32, logit row -> req_state_idx.
         expanded_local_pos: [num_logits] int32, place of the row within its request.
@@ -38,13 +38,13 @@ class InputBatch:
     idx_mapping_np: np.ndarray
     idx_mapping: torch.Tensor
     layout: BatchLayout
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    seq_lens: torch.Tensor
     max_seq_len: int
     num_computed_tokens_np: np.ndarray
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
     logits_indices: torch.Tensor
     expanded_idx_mapping: torch.Tensor
     expanded_local_pos: torch.Tensor
@@ -63,16 +63,18 @@ class InputBatch:
         return values[self.logits_indices]
 
 
-def gather_inputs(
+def lay_out_rows(
     all_token_ids: torch.Tensor,
     total_len: torch.Tensor,
     draft_tokens: torch.Tensor,
     num_computed_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lay out the tokens that each request computes next: known ones, then drafts.
+    layout: BatchLayout,
+) -> tuple[torch.Tensor, ...]:
+    """Lay out the rows of a step: its tokens, and where their logits belong.
+
+    The tokens that each request computes next are known ones, then drafts. Its logit
+    rows are its last token rows.
 
     Args:
         all_token_ids: [max_num_reqs, max_model_len] int32.
@@ -80,28 +82,29 @@ def gather_inputs(
         draft_tokens: [max_num_reqs, num_speculative_tokens] int64.
         num_computed_tokens: [max_num_reqs] int32.
         idx_mapping: [num_reqs] int32.
-        query_start_loc: [num_reqs + 1] int32.
-        num_tokens: query_start_loc[-1], known to the host.
+        layout: of the step.
 
     Returns:
         input_ids: [num_tokens] int64.
         positions: [num_tokens] int64.
         seq_lens: [num_reqs] int32.
+        logits_indices: [num_logits] int64.
+        expanded_idx_mapping: [num_logits] int32.
+        expanded_local_pos: [num_logits] int32.
+        sample_positions: [num_logits] int64.
     """
-    impl = _gather_inputs_torch
+    rows = all_token_ids, total_len, draft_tokens, num_computed_tokens, idx_mapping
+    tokens = layout.query_start_loc, layout.num_tokens
+    native = ops.maybe_step_ops()
+    if native is not None and not idx_mapping.is_cuda:
+        return native.lay_out_rows(
+            *rows, *tokens, layout.cu_num_logits, layout.num_logits
+        )
+    gather, expand = _gather_inputs_torch, _expand_logit_rows_torch
     if idx_mapping.is_cuda:
-        impl = _gather_inputs_triton
-    elif (native := ops.maybe_step_ops()) is not None:
-        impl = native.gather_inputs
-    return impl(
-        all_token_ids,
-        total_len,
-        draft_tokens,
-        num_computed_tokens,
-        idx_mapping,
-        query_start_loc,
-        num_tokens,
-    )
+        gather, expand = _gather_inputs_triton, _expand_logit_rows_triton
+    input_ids, positions, seq_lens = gather(*rows, *tokens)
+    return input_ids, positions, seq_lens, *expand(layout, idx_mapping, positions)
 
 
 def _gather_inputs_torch(
@@ -160,38 +163,6 @@ def _gather_inputs_triton(
         BLOCK_SIZE=1024,
     )
     return input_ids, positions, seq_lens
-
-
-def expand_logit_rows(
-    layout: BatchLayout, idx_mapping: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Say for each logit row of the verified layout whose it is and where it stands.
-
-    A request's logit rows are its last token rows.
-
-    Args:
-        layout: of the step.
-        idx_mapping: [num_reqs] int32.
-        positions: [num_tokens] int64, of the token rows.
-
-    Returns:
-        logits_indices: [num_logits] int64.
-        expanded_idx_mapping: [num_logits] int32.
-        expanded_local_pos: [num_logits] int32.
-        sample_positions: [num_logits] int64.
-    """
-    if idx_mapping.is_cuda:
-        return _expand_logit_rows_triton(layout, idx_mapping, positions)
-    native = ops.maybe_step_ops()
-    if native is None:
-        return _expand_logit_rows_torch(layout, idx_mapping, positions)
-    return native.expand_logit_rows(
-        layout.cu_num_logits,
-        layout.query_start_loc,
-        layout.num_logits,
-        idx_mapping,
-        positions,
-    )
 
 
 def _expand_logit_rows_torch(

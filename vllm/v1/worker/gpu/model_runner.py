@@ -37,8 +37,7 @@ from vllm.v1.worker.gpu.block_table import BlockTable, compute_slot_mapping
 from vllm.v1.worker.gpu.buffer_utils import to_device
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
-    expand_logit_rows,
-    gather_inputs,
+    lay_out_rows,
     post_update,
 )
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -198,6 +197,7 @@ class GPUModelRunner:
             prompt_logprobs,
             VerificationRecord(
                 batch.layout,
+                executed.plan.admitted,
                 self.verifier.get_confidences(batch.layout, batch.idx_mapping),
                 self.verifier.take_step_cost(),
             ),
@@ -213,13 +213,16 @@ class GPUModelRunner:
         return None if drafts is None else drafts.get_output()
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        for req_id in (
-            scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
-        ):
-            self._remove_request(req_id)
-        for request in scheduler_output.scheduled_new_reqs:
-            self._add_request(request)
+        left = scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
+        new_reqs = scheduler_output.scheduled_new_reqs
         cached = scheduler_output.scheduled_cached_reqs
+        # Most steps go on with the rows as they are.
+        if not (left or new_reqs or any(cached.new_block_ids)):
+            return
+        for req_id in left:
+            self._remove_request(req_id)
+        for request in new_reqs:
+            self._add_request(request)
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None:
                 req_state_idx = self.req_states.req_id_to_index[req_id]
@@ -277,33 +280,30 @@ class GPUModelRunner:
         max_drafts_np = states.max_num_drafts_np[step.idx_mapping_np]
         plan = self.verifier.plan(step, idx_mapping, max_drafts_np)
         layout = make_verified_layout(step, plan.draft_budget, plan.admitted)
-        input_ids, positions, seq_lens = gather_inputs(
+        input_ids, positions, *logit_rows = lay_out_rows(
             states.all_token_ids.gpu,
             states.total_len.gpu,
             states.draft_tokens,
             states.num_computed_tokens.gpu,
             idx_mapping,
-            layout.query_start_loc,
-            layout.num_tokens,
+            layout,
         )
-        max_seq_len = int((num_computed_np + step.num_tokens_np).max())
+        max_seq_len = max((num_computed_np + step.num_tokens_np).tolist())
         block_table = self.block_table.gather(idx_mapping, max_seq_len)
         slot_mapping = compute_slot_mapping(
             block_table, layout.query_start_loc, positions, self.block_table.block_size
         )
-        logit_rows = expand_logit_rows(layout, idx_mapping, positions)
         batch = InputBatch(
             req_ids,
             step.idx_mapping_np,
             idx_mapping,
             layout,
-            input_ids,
-            positions,
-            block_table,
-            slot_mapping,
-            seq_lens,
             max_seq_len,
             num_computed_np,
+            block_table,
+            slot_mapping,
+            input_ids,
+            positions,
             *logit_rows,
         )
         return batch, plan
@@ -394,9 +394,7 @@ class GPUModelRunner:
         )
         if drafts is None:
             return
-        self.req_states.draft_tokens.index_copy_(
-            0, batch.idx_mapping.long(), drafts.token_ids
-        )
+        self.req_states.keep_drafts(batch.idx_mapping, drafts.token_ids)
         self.verifier.observe_drafts(batch.idx_mapping_np, batch.idx_mapping, drafts)
         self._drafts = AsyncDrafts(
             batch.req_ids, drafts.token_ids, drafts.num_drafts, self._copy_stream

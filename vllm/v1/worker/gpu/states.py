@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
 
@@ -93,6 +94,19 @@ class RequestState:
             self._free_indices.append(req_state_idx)
         return req_state_idx
 
+    def keep_drafts(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Take a proposal for what the next step verifies.
+
+        Args:
+            idx_mapping: [num_reqs] int32.
+            token_ids: [num_reqs, num_speculative_tokens] int64, of these rows.
+        """
+        scatter = _scatter_rows_torch
+        native = ops.maybe_step_ops()
+        if native is not None and not idx_mapping.is_cuda:
+            scatter = native.scatter_rows
+        scatter(token_ids, idx_mapping, self.draft_tokens)
+
     def apply_staged_writes(self) -> None:
         """Make what was added visible to the device."""
         self.all_token_ids.apply_write()
@@ -100,3 +114,9 @@ class RequestState:
         self.num_computed_tokens.apply_write()
         self.prefill_len.copy_to_device()
         self.prompt_len.copy_to_device()
+
+
+def _scatter_rows_torch(
+    values: torch.Tensor, idx_mapping: torch.Tensor, rows: torch.Tensor
+) -> None:
+    rows.index_copy_(0, idx_mapping.long(), values)

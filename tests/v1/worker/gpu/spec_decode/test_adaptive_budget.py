@@ -186,6 +186,42 @@ def test_a_chunk_of_a_prompt_earns_no_token():
     assert steps.run(1, prompt_tokens=1)[0].draft_budget == 1
 
 
+class Asked(LinearCosts):
+    num_asked = 0
+
+    def step_costs(self, *args):
+        self.num_asked += 1
+        return super().step_costs(*args)
+
+
+@pytest.mark.parametrize(("num_reqs", "num_weighed"), [(1, 5), (8, 10), (32, 20)])
+def test_a_choice_stands_until_half_of_what_it_was_made_from_is_replaced(
+    num_reqs, num_weighed
+):
+    costs = Asked(**FREE)
+    steps = Steps(num_reqs, 0.9)
+    steps.policy = AdaptiveBudget(costs)
+    steps.run(20)
+    costs.num_asked = 0
+    choices = steps.run(20)
+    # Once for what is verified, once for what follows.
+    assert costs.num_asked == 2 * num_weighed
+    assert {choice.draft_budget for choice in choices} == {NUM_DRAFTS * num_reqs}
+
+
+def test_a_choice_stands_for_steps_of_its_size_alone():
+    costs = Asked(**FREE)
+    steps = Steps(4, 0.9)
+    steps.policy = AdaptiveBudget(costs)
+    steps.run(20)
+    costs.num_asked = 0
+    budgets = []
+    for cap in (1, 2, 3):
+        budgets += [choice.draft_budget for choice in steps.run(1, caps=[cap, 3, 3, 3])]
+    assert budgets == [10, 11, 12]
+    assert costs.num_asked == 6
+
+
 def test_costs_are_told_what_steps_took():
     class Learning(LinearCosts):
         def observe(self, *args):

@@ -30,6 +30,7 @@ class PenaltiesState:
     ) -> None:
         self.vocab_size = vocab_size
         self.is_used_np = np.zeros(max_num_reqs, dtype=bool)
+        self.num_used = 0
         # [max_num_reqs] uint8 and float32
         self.is_used = UvaBackedTensor(max_num_reqs, torch.uint8, device)
         self.presence = UvaBackedTensor(max_num_reqs, torch.float32, device)
@@ -63,6 +64,7 @@ class PenaltiesState:
         if not is_used:
             return
         self.is_used_np[req_state_idx] = True
+        self.num_used += 1
         self.is_used.np[req_state_idx] = 1
         self.presence.np[req_state_idx] = sampling_params.presence_penalty
         self.frequency.np[req_state_idx] = sampling_params.frequency_penalty
@@ -77,6 +79,7 @@ class PenaltiesState:
         """Empty the request's row."""
         if self.is_used_np[req_state_idx]:
             self.is_used_np[req_state_idx] = False
+            self.num_used -= 1
             self.is_used.np[req_state_idx] = 0
             self._staged.pop(req_state_idx, None)
             self._is_stale = True

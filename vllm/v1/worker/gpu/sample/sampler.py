@@ -288,7 +288,10 @@ class Sampler:
 
     def find_uses(self, idx_mapping_np: np.ndarray) -> int:
         """Return the bits of `Uses` of which one of these requests has need."""
-        return int(np.bitwise_or.reduce(self._uses_np[idx_mapping_np]))
+        uses = 0
+        for bits in self._uses_np[idx_mapping_np].tolist():
+            uses |= bits
+        return uses
 
     def find_logprob_rows(self, rows: SamplingRows) -> LogprobRows | None:
         """Return the rows whose log-probabilities somebody wants, None if nobody does.
@@ -324,7 +327,7 @@ class Sampler:
             sampler_output: of the step.
         """
         # No request uses penalties. Skip the launch.
-        if self.penalties.is_used_np.any():
+        if self.penalties.num_used > 0:
             count_sampled_tokens(
                 idx_mapping,
                 sampler_output.sampled_token_ids,

@@ -112,7 +112,7 @@ class SamplingStates:
 
     def is_all_greedy(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether none of the requests needs noise."""
-        return not self.temperature.np[idx_mapping_np].any()
+        return not any(self.temperature.np[idx_mapping_np].tolist())
 
     def uses_standard_verification(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a draft may be judged by more than equality with the target's."""

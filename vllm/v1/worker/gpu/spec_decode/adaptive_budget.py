@@ -48,7 +48,11 @@ class StepCosts(Protocol):
 
 
 class AdaptiveBudget(BudgetPolicy):
-    """Maximises expected tokens over expected time, in every step anew.
+    """Maximises expected tokens over expected time.
+
+    A choice stands while steps are of its size, until half of the rounds that it was
+    made from are replaced: to weigh everything in each step of one request would cost
+    as much as a draft brings.
 
     Whether drafts are proposed at all is decided by the same rule: if a step of the
     same requests without drafts would give more tokens a second, often or by far, none
@@ -68,12 +72,21 @@ class AdaptiveBudget(BudgetPolicy):
         self._num_reqs = 0
         # The last step was not weighed.
         self._is_passed_over = False
+        # What was chosen, in a step of which size, and for how many more it stands.
+        self._choice = BudgetChoice(0)
+        self._size = (0, 0, 0)
+        self._num_standing = 0
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
     ) -> BudgetChoice:
         """Weigh every number of drafts, and drafting itself."""
         num_reqs = step.num_sampling_reqs
+        size = num_reqs, step.num_non_draft_tokens, step.num_drafts
+        if self._num_standing > 0 and size == self._size:
+            self._num_standing -= 1
+            return self._choice
+        self._num_standing = 0
         is_same = step.num_drafts == 0 and num_reqs == self._num_reqs
         self._is_passed_over = is_same and self._switch.pass_over()
         if self._is_passed_over:
@@ -87,19 +100,25 @@ class AdaptiveBudget(BudgetPolicy):
             num_reqs, step.num_non_draft_tokens, step.num_drafts
         )
         draft_budget = choose_draft_budget(num_reqs, gains, costs_ms)
-        if self._switch.is_testing:
+        is_testing = self._switch.is_testing
+        if is_testing:
             # What is believed of drafts that are never verified can never be found
             # to be wrong.
             draft_budget = max(draft_budget, min(_NUM_TRIED_DRAFTS, step.num_drafts))
         predicted_ms = float(costs_ms[draft_budget])
         next_drafts_np = max_drafts_np * step.is_sampling_np
-        if (next_drafts_np != step.num_drafts_np).any():
+        if next_drafts_np.tolist() != step.num_drafts_np.tolist():
             gains = expected_gains(past, next_drafts_np)
         drafts_next = self._decide_drafting(num_reqs, gains)
         if not drafts_next:
             num_tokens = step.num_non_draft_tokens + draft_budget
             predicted_ms = self._costs.step_cost_without_drafting(num_tokens)
-        return BudgetChoice(draft_budget, drafts_next, predicted_ms)
+        choice = BudgetChoice(draft_budget, drafts_next, predicted_ms)
+        # Patience and pauses are counted in steps that are weighed.
+        if drafts_next and self._switch.is_content and not is_testing:
+            self._choice, self._size = choice, size
+            self._num_standing = max(len(past) // 2 - 1, 0)
+        return choice
 
     def observe_step(self, timing: StepTiming) -> None:
         """Refine the costs, by the steps that were weighed."""

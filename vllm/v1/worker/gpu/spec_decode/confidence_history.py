@@ -123,13 +123,20 @@ class ConfidenceHistory:
             drafts: of these requests.
         """
         oldest = self._rounds.popleft()
-        record = _record_confidences_torch
+        record = _record_round_torch
         native = ops.maybe_budget_ops()
         if native is not None and not idx_mapping.is_cuda:
-            record = native.record_confidences
-        record(drafts.confidence_probs, drafts.num_drafts, idx_mapping, self.live)
-        self._past[oldest.slot].copy_(self.live, non_blocking=True)
-        self._past_tenants[oldest.slot].copy_(self._tenants)
+            record = native.record_round
+        record(
+            drafts.confidence_probs,
+            drafts.num_drafts,
+            idx_mapping,
+            self.live,
+            self._tenants,
+            oldest.slot,
+            self._past,
+            self._past_tenants,
+        )
         self._rounds.append(_Round(oldest.slot, self._step, idx_mapping_np))
 
     def get_past_confidences(self, idx_mapping_np: np.ndarray) -> np.ndarray:
@@ -177,9 +184,10 @@ class ConfidenceHistory:
         native = ops.maybe_budget_ops()
         count = _count_round_numpy if native is None else native.count_round
         count(
-            self._past[entry.slot],
-            self._past_tenants[entry.slot],
+            self._past,
+            self._past_tenants,
             self._tenants,
+            entry.slot,
             entry.idx_mapping_np,
             _NUM_TYPICAL_PROPOSALS,
             self._typical,
@@ -187,24 +195,35 @@ class ConfidenceHistory:
         )
 
 
-def _record_confidences_torch(
+def _record_round_torch(
     confidence_probs: torch.Tensor,
     num_drafts: torch.Tensor,
     idx_mapping: torch.Tensor,
     live: torch.Tensor,
+    tenants: torch.Tensor,
+    slot: int,
+    rounds: torch.Tensor,
+    round_tenants: torch.Tensor,
 ) -> None:
-    """Write the confidences of a proposal into their rows.
+    """Write the confidences of a proposal into their rows, and keep all rows.
 
     Args:
         confidence_probs: [num_reqs, num_speculative_tokens] float32.
         num_drafts: [num_reqs] int32.
         idx_mapping: [num_reqs] int32.
         live: [max_num_reqs, num_speculative_tokens] float32, changed in place.
+        tenants: [max_num_reqs] int64, whose the rows are; on the host, as what follows.
+        slot: where the round is kept.
+        rounds: [num_slots, max_num_reqs, num_speculative_tokens] float32, changed in
+            place; not waited for.
+        round_tenants: [num_slots, max_num_reqs] int64, changed in place.
     """
     positions = torch.arange(live.shape[1], device=live.device)
     is_none = positions >= num_drafts.unsqueeze(1)
     # NaN says from here on that there was no draft.
     live[idx_mapping.long()] = confidence_probs.masked_fill(is_none, float("nan"))
+    rounds[slot].copy_(live, non_blocking=True)
+    round_tenants[slot].copy_(tenants)
 
 
 def _read_rounds_numpy(
@@ -236,9 +255,10 @@ def _read_rounds_numpy(
 
 
 def _count_round_numpy(
-    round_: torch.Tensor,
+    rounds: torch.Tensor,
     round_tenants: torch.Tensor,
     tenants: torch.Tensor,
+    slot: int,
     idx_mapping_np: np.ndarray,
     max_counted: int,
     typical: torch.Tensor,
@@ -247,16 +267,18 @@ def _count_round_numpy(
     """Let a round move what is typical.
 
     Args:
-        round_: [max_num_reqs, num_speculative_tokens] float32.
-        round_tenants: [max_num_reqs] int64, whose the rows were.
+        rounds: [num_slots, max_num_reqs, num_speculative_tokens] float32.
+        round_tenants: [num_slots, max_num_reqs] int64, whose the rows were.
         tenants: [max_num_reqs] int64, whose they are.
+        slot: of the round.
         idx_mapping_np: [num_reqs] int32, the rows that were drafted for.
         max_counted: proposals over which what is typical is averaged.
         typical: [num_speculative_tokens] float64, changed in place.
         num_counted: [num_speculative_tokens] int64, changed in place.
     """
-    values = round_.numpy()[idx_mapping_np].clip(0.0, 1.0)
-    is_own = round_tenants.numpy()[idx_mapping_np] == tenants.numpy()[idx_mapping_np]
+    values = rounds.numpy()[slot, idx_mapping_np].clip(0.0, 1.0)
+    owners = round_tenants.numpy()[slot, idx_mapping_np]
+    is_own = owners == tenants.numpy()[idx_mapping_np]
     is_known = is_own[:, None] & ~np.isnan(values)
     num_known = is_known.sum(axis=0)
     sums = np.where(is_known, values, 0.0).sum(axis=0)

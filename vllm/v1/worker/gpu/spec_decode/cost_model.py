@@ -1,9 +1,7 @@
 """What a step of any size costs: measured curves, corrected by the steps that ran."""
 
-import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -15,12 +13,12 @@ CurveSamples = Mapping[int, float] | Iterable[tuple[int, float]]
 _DRAFT_FLOOR_MS = 0.0
 # A step that verifies takes time, whatever a clock says: costs are divided by.
 _VERIFY_FLOOR_MS = 1e-6
-# Observations from one look at the corrections to the next.
+# Steps that are learnt from at a time: the code that does it is then fetched from
+# memory once, and the tables are made anew once.
 _STEPS_PER_REFRESH = 8
 
 
-@dataclass(frozen=True)
-class _Observation:
+class _Observation(NamedTuple):
     """A step that ran, as `CostModel.observe` was told."""
 
     num_draft_reqs: int
@@ -50,8 +48,8 @@ class CostModel:
         self._correction = CostCorrection(
             len(draft_cost_ms) - 1, len(verify_cost_ms) - 1
         )
-        self._num_observed = itertools.count(1)
-        self._pending: _Observation | None = None
+        # That nothing was learnt from yet, in their order.
+        self._observed: list[_Observation] = []
 
     @classmethod
     def from_profile(
@@ -102,22 +100,27 @@ class CostModel:
             step_ms: of the whole step, from its start to the start of the next.
             drafted: whether the step drafted.
         """
-        ready, self._pending = (
-            self._pending,
-            _Observation(num_draft_reqs, num_tokens, step_ms, drafted),
-        )
-        if ready is None or not ready.step_ms > 0:
+        if not step_ms > 0:
             return
-        num_reqs = ready.num_draft_reqs if ready.drafted else 0
-        self._correction.observe(
-            num_reqs,
-            ready.num_tokens,
-            float(self._measured_draft[num_reqs]),
-            float(self._measured_verify[ready.num_tokens]),
-            ready.step_ms,
+        if len(self._observed) == _STEPS_PER_REFRESH:
+            self._learn()
+        self._observed.append(
+            _Observation(num_draft_reqs, num_tokens, step_ms, drafted)
         )
-        if next(self._num_observed) % _STEPS_PER_REFRESH == 0:
-            self._refresh()
+
+    def _learn(self) -> None:
+        """Correct the tables by what was observed."""
+        for step in self._observed:
+            num_reqs = step.num_draft_reqs if step.drafted else 0
+            self._correction.observe(
+                num_reqs,
+                step.num_tokens,
+                float(self._measured_draft[num_reqs]),
+                float(self._measured_verify[step.num_tokens]),
+                step.step_ms,
+            )
+        self._observed.clear()
+        self._refresh()
 
     def _refresh(self) -> None:
         draft_factors, verify_factors = self._correction.factors()

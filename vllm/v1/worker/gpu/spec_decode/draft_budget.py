@@ -111,7 +111,7 @@ def expected_gains(
 
     Twin: _expected_gains_numpy.
     """
-    num_drafts = int(num_drafts_np.sum())
+    num_drafts = sum(num_drafts_np.tolist())
     if num_drafts == 0:
         return np.zeros(1)
     native = ops.maybe_budget_ops()

@@ -26,6 +26,11 @@ class DraftingSwitch:
         """Whether the drafts that this step can verify were proposed as a try."""
         return self._was_try
 
+    @property
+    def is_content(self) -> bool:
+        """Whether drafts pay, so that nothing is counted."""
+        return self._lost_steps == 0.0
+
     def pass_over(self) -> bool:
         """Count a step of a pause without a look at what drafts would bring.
 

@@ -46,16 +46,14 @@ def _compute_offsets(
     """
     device = admitted.device
     # Logit rows and tokens beside the drafts.
-    counts_np = np.empty((2, step.num_reqs), dtype=np.int32)
-    counts_np[0] = step.num_bonus_rows_np
-    np.subtract(step.num_tokens_np, step.num_drafts_np, out=counts_np[1])
+    rows_np, tokens_np = step.num_bonus_rows_np, step.num_tokens_np - step.num_drafts_np
     if draft_budget == 0:
         # The host knows the split itself.
-        rows_np, tokens_np = counts_np
         return (
             to_device(prefix_sum(rows_np), device),
             to_device(prefix_sum(tokens_np), device),
         )
+    counts_np = np.array([rows_np, tokens_np])
     impl = _add_and_sum_torch
     if admitted.is_cuda:
         impl = _add_and_sum_triton
