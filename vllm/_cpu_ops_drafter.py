@@ -189,7 +189,7 @@ class FusedContextWriter:
         if tap_size * len(taps) != weights.fc.size:
             raise ValueError(f"{len(taps)} taps for {weights.fc.size} inputs")
         self._caches.bind(kv_caches)
-        _, num_blocks, _, block_size, _ = kv_caches[0].shape
+        num_blocks, _, _, block_size, _ = kv_caches[0].shape
         tap_addresses = [address_of(tap, (num_tokens, tap_size)) for tap in taps]
         context = _Context(
             (c_void_p * len(taps))(*tap_addresses),
