@@ -80,7 +80,7 @@ def bench_attention(
     num_blocks = num_reqs * seq_len // 16
     caches = {
         dtype: [
-            torch.randn(2, num_blocks, 3, 16, 64).to(dtype) for _ in range(NUM_LAYERS)
+            torch.randn(num_blocks, 2, 3, 16, 64).to(dtype) for _ in range(NUM_LAYERS)
         ]
         for dtype in (torch.float32, torch.float16)
     }

@@ -190,7 +190,7 @@ class FusedLayers:
         if block_table.shape[0] < num_reqs:
             raise ValueError("each request needs its blocks")
         self._caches.bind(kv_caches)
-        _, num_blocks, _, block_size, _ = kv_caches[0].shape
+        num_blocks, _, _, block_size, _ = kv_caches[0].shape
         return Step(
             address_of(positions, (num_tokens,), torch.int64),
             address_of(slot_mapping, (num_tokens,), torch.int64),
@@ -281,8 +281,8 @@ class CacheAddresses:
         is_known = len(kv_caches) == len(self._kv_caches)
         if is_known and all(map(is_, kv_caches, self._kv_caches)):
             return
-        _, num_blocks, _, block_size, _ = kv_caches[0].shape
-        expected = (2, num_blocks, self._num_kv_heads, block_size, self._width)
+        num_blocks, _, _, block_size, _ = kv_caches[0].shape
+        expected = (num_blocks, 2, self._num_kv_heads, block_size, self._width)
         if len(kv_caches) != len(self._addresses) or block_size % 16:
             raise ValueError("each layer needs a cache of whole blocks of 16 tokens")
         is_half = kv_caches[0].dtype is torch.float16

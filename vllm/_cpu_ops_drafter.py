@@ -199,7 +199,7 @@ class FusedContextWriter:
         if tap_size * num_taps != self._weights.fc.size:
             raise ValueError(f"{num_taps} taps for {self._weights.fc.size} inputs")
         self._caches.bind(kv_caches)
-        _, num_blocks, _, block_size, _ = kv_caches[0].shape
+        num_blocks, _, _, block_size, _ = kv_caches[0].shape
         sizes, taps, positions, slots = [], [], [], []
         for piece in pieces:
             (num_tokens,) = shape = piece.positions.shape

@@ -347,7 +347,7 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
         slot_mapping: torch.Tensor,
     ) -> None:
         num_tokens = slot_mapping.shape[0]
-        _, num_blocks, num_kv_heads, block_size, width = kv_cache.shape
+        num_blocks, _, num_kv_heads, block_size, width = kv_cache.shape
         head_size = _cached_head_size(key, width)
         key_heads, key_stride = _heads(key, num_tokens, head_size)
         value_heads, value_stride = _heads(value, num_tokens, head_size)
@@ -387,7 +387,7 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
         is_causal: bool,
     ) -> None:
         num_tokens, num_heads, head_size = query.shape
-        _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+        num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape
         num_reqs = seq_lens.shape[0]
         if out.shape != query.shape or block_table.shape[0] < num_reqs:
             raise ValueError("out must have the query's shape, each request its blocks")
@@ -541,7 +541,9 @@ def _heads(x: torch.Tensor, num_tokens: int, head_dim: int) -> tuple[int, int]:
 
 def _is_half_cache(kv_cache: torch.Tensor) -> bool:
     is_half = kv_cache.dtype is torch.float16
-    check_vector(kv_cache, 2, torch.float16 if is_half else torch.float32)
+    if kv_cache.shape[1] != 2:
+        raise ValueError(f"a cache of shape {tuple(kv_cache.shape)} has no two halves")
+    check_vector(kv_cache, len(kv_cache), torch.float16 if is_half else torch.float32)
     return is_half
 
 

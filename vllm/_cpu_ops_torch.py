@@ -191,10 +191,13 @@ def reshape_and_cache(
     is_stored = slot_mapping >= 0
     slots = slot_mapping[is_stored]
     block_ids, offsets = slots // block_size, slots % block_size
-    stored_keys = cast_to_cache(key[is_stored], kv_cache.dtype)
-    stored_values = cast_to_cache(value[is_stored], kv_cache.dtype)
-    keys[block_ids, :, offsets, :head_size] = stored_keys
-    values[block_ids, :, offsets, :head_size] = stored_values
+    keys[block_ids, :, offsets, :head_size] = cast_to_cache(
+        key[is_stored], kv_cache.dtype
+    )
+    stored_values = F.pad(value[is_stored], (0, kv_cache.shape[4] - head_size))
+    values[block_ids, :, offsets] = cast_to_cache(
+        stored_values, kv_cache.dtype
+    ).unflatten(-1, values.shape[3:])
 
 
 def cast_to_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -227,8 +230,8 @@ def paged_attention(
         blocks = block_table[batch_idx, : -(-seq_len // block_size)]
         # Each becomes [num_kv_heads, seq_len, head_size].
         k, v = (
-            x[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len, :head_size]
-            for x in (keys, values)
+            x.transpose(0, 1).flatten(1, 2)[:, :seq_len, :head_size]
+            for x in (keys[blocks], values[blocks].flatten(3))
         )
         out[start:end] = attend_dense(query[start:end], k, v, scale, is_causal)
 
@@ -264,10 +267,17 @@ def attend_dense(
 
 
 def _cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values as [num_blocks, num_kv_heads, block_size, width]."""
-    _, num_blocks, num_kv_heads, block_size, width = kv_cache.shape
-    transposed = kv_cache[0].view(num_blocks, num_kv_heads, width, block_size)
-    return transposed.transpose(2, 3), kv_cache[1]
+    """Return keys as [num_blocks, num_kv_heads, block_size, width], and values.
+
+    Of the values' five dimensions the last two are the width.
+    """
+    block_size, width = kv_cache.shape[3:]
+    panel = 16 if width % 32 else 32
+    keys, values = kv_cache.flatten(3).unbind(1)
+    return (
+        keys.unflatten(2, (width, block_size)).transpose(2, 3),
+        values.unflatten(2, (width // panel, block_size, panel)).transpose(2, 3),
+    )
 
 
 def philox_uniform(keys: torch.Tensor, num: int) -> torch.Tensor:

@@ -295,11 +295,12 @@ def cpu_kv_cache_shape(
     Its dtype is float32 or float16. Keys and values are in float32 all the same where
     they are multiplied, and so are their sums.
 
-    In [0] a block holds its keys transposed, [width, block_size] in the memory of
-    [block_size, width]; in [1] its values, [block_size, width]. The width is the head
-    size rounded up to 16.
+    In [:, 0] a block holds its keys transposed, [width, block_size] in the memory of
+    [block_size, width]; in [:, 1] its values, as [width // panel, block_size, panel].
+    The width is the head size rounded up to 16, a panel 32 columns, or 16 where the
+    width is no multiple of 32.
     """
-    return 2, num_blocks, num_kv_heads, block_size, -(-head_size // 16) * 16
+    return num_blocks, 2, num_kv_heads, block_size, -(-head_size // 16) * 16
 
 
 def reshape_and_cache(

@@ -100,11 +100,9 @@ class TileRun {
     return keys < 0 ? 0 : (keys < size ? keys : size);
   }
 
-  const T* block(const T* base, int64_t head, int64_t position) const {
-    const int64_t id = a_.block_table[tile_.req * a_.block_table_stride +
-                                      position / a_.cache.block_size];
-    const int64_t index = id * a_.cache.num_kv_heads + tile_.first_head + head;
-    return base + index * a_.cache.block_elements();
+  int64_t block_of(int64_t position) const {
+    return a_.block_table[tile_.req * a_.block_table_stride +
+                          position / a_.cache.block_size];
   }
 
   // Rows in register tiles of kMaxRows, each [width][rows], scaled.
@@ -158,7 +156,8 @@ class TileRun {
     const T* keys[GROUPS];
     for (int i = 0; i < GROUPS; ++i) {
       const int64_t position = start + (g + i) * kLanes;
-      keys[i] = block(a_.cache.keys<T>(), head, position) + position % a_.cache.block_size;
+      keys[i] = a_.cache.keys<T>(block_of(position), tile_.first_head + head) +
+                position % a_.cache.block_size;
     }
     Vec acc[ROWS][GROUPS];
     for (int i = 0; i < ROWS; ++i)
@@ -254,12 +253,13 @@ class TileRun {
     }
     if (from < to) {
       const int64_t position = start + from;
+      const int64_t offset = position % a_.cache.block_size;
+      const T* base = a_.cache.values<T>(block_of(position), tile_.first_head + head);
       const T* values[GROUPS];
       for (int j = 0; j < GROUPS; ++j)
-        values[j] = block(a_.cache.values<T>(), head, position) +
-                    position % a_.cache.block_size * width + column + j * kLanes;
-      accumulate<ROWS, GROUPS, kStep, 1>(acc, weights_ + first * kStep + from, values, width,
-                                         to - from);
+        values[j] = base + a_.cache.value_index(offset, column + j * kLanes);
+      accumulate<ROWS, GROUPS, kStep, 1>(acc, weights_ + first * kStep + from, values,
+                                         a_.cache.panel(), to - from);
     }
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j) store(sums + i * width + j * kLanes, acc[i][j]);

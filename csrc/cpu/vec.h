@@ -576,11 +576,15 @@ template <int ROWS, int GROUPS, typename T>
 inline void add_column(Vec (&acc)[ROWS][GROUPS], int g, const Vec (&values)[ROWS],
                        const T* p) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256 lo = load_eight(p);
+  // Loaded once: the compiler would name the memory in each multiply-add, and so many
+  // loads leave the queue no room for the lines that come later.
+  __m256 lo = load_eight(p);
+  asm("" : "+x"(lo));
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
     acc[i][g].lo = _mm256_fmadd_ps(values[i].lo, lo, acc[i][g].lo);
-  const __m256 hi = load_eight(p + 8);
+  __m256 hi = load_eight(p + 8);
+  asm("" : "+x"(hi));
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
     acc[i][g].hi = _mm256_fmadd_ps(values[i].hi, hi, acc[i][g].hi);

@@ -114,13 +114,37 @@ def test_a_half_cache_has_the_bits_of_its_twin(ops):
 
 
 @all_ops
+@pytest.mark.parametrize("head_size", [16, 40, 64])
+def test_a_block_holds_what_one_pass_over_it_reads(ops, head_size):
+    tokens = draw(20, 2, head_size)
+    kv_cache = cache_tokens(ops, tokens)
+    width = -(-head_size // 16) * 16
+    panel = 16 if width % 32 else 32
+    # Of the second block and head, one token and column.
+    keys, values = kv_cache[1, :, 1].reshape(2, -1)
+    offset, column = 3, head_size - 1
+    first = column // panel * panel * 16 + column % panel
+    expected = tokens[16 + offset, 1, column].half()
+    assert keys[column * 16 + offset] == expected
+    assert values[first + offset * panel] == -expected
+
+
+@native_ops
+def test_a_cache_of_keys_and_values_apart_is_an_error(ops):
+    tokens = draw(1, 1, 16)
+    kv_cache = torch.zeros(2, 3, 1, 16, 16)
+    with pytest.raises(ValueError, match="shape"):
+        ops.reshape_and_cache(tokens, tokens, kv_cache, torch.tensor([0]))
+
+
+@all_ops
 def test_what_no_half_holds_is_the_largest_and_nan_stays_nan(ops):
     inf, nan = float("inf"), float("nan")
     values = torch.tensor([65504.0, 65519.0, 65520.0, 7e4, -7e4, inf, -inf, nan])
     kv_cache = cache_tokens(ops, values.view(1, 1, 8))
     largest = 65504.0
     expected = [largest] * 4 + [-largest, largest, -largest, nan]
-    stored = kv_cache[1, 0, 0, 0, :8].float()
+    stored = kv_cache[0, 1, 0].flatten()[:8].float()
     torch.testing.assert_close(
         stored, -torch.tensor(expected), rtol=0, atol=0, equal_nan=True
     )
