@@ -58,7 +58,10 @@ def load_model(
 
 
 def find_drafter_quantization(
-    target_config: ModelConfig, path: str, device: torch.device
+    target_config: ModelConfig,
+    path: str,
+    device: torch.device,
+    quant_type: str = "Q8_0",
 ) -> QuantizationMethod:
     """Return what becomes of the weights of a drafter.
 
@@ -66,6 +69,7 @@ def find_drafter_quantization(
         target_config: of the model that it drafts for.
         path: of the drafter, a GGUF file or a directory.
         device: where both run.
+        quant_type: as in `get_drafter_quantization_method`.
     """
     return get_drafter_quantization_method(
         target_config.quantization,
@@ -73,6 +77,7 @@ def find_drafter_quantization(
         os.path.isfile(path),
         device,
         getattr(torch, target_config.dtype),
+        quant_type,
     )
 
 

@@ -122,7 +122,7 @@ class DSparkModel(Layer):
         Args:
             embed_tokens: the target's.
             lm_head: the target's, laid out already.
-            method: for the drafter's own weights.
+            method: for the drafter's own weights, and rows that it copies.
         """
         self.context_kv = ContextKV(self.attentions)
         # One row: to round it would save nothing.
@@ -138,7 +138,7 @@ class DSparkModel(Layer):
             self.draft_vocab.process_weights_after_loading()
         if self.lm_head is None and self.config.has_reduced_vocab:
             assert self.draft_vocab is not None, "made for a reduced vocabulary"
-            self.lm_head = lm_head.select(self.draft_vocab.target_ids)
+            self.lm_head = lm_head.select(self.draft_vocab.target_ids, method)
         self.lm_head = self.lm_head or lm_head
 
     def get_kv_cache_specs(

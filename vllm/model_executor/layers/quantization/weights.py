@@ -13,9 +13,15 @@ from vllm._cpu_ops_decoder import WeightPart
 _NUM_UNITS_AT_ONCE = 64
 # Rows that are rounded at once, which bounds what that needs in between.
 _NUM_ROWS_AT_ONCE = 4096
-# Values of a block, each a step of -127..127.
+# Values of a block. Steps of Q8_0 are -127..127 from zero, of Q4_1 0..15 upwards.
 _BLOCK = 32
 _MAX_STEP = 127
+_MAX_NIBBLE = 15
+# Of a block's range, left out at either end before its steps are first fitted: values
+# at the ends are few, and finer steps serve the others. Found by trying.
+_CUT = 0.03
+# Fits of scale and minimum to the steps, and steps to them; more gain little.
+_NUM_FITS = 3
 
 
 @dataclass(frozen=True)
@@ -33,14 +39,18 @@ class Blocks:
     size: int
 
     @classmethod
-    def from_float(cls, weight: torch.Tensor) -> "Blocks":
-        """Return a weight [N, size] rounded to Q8_0; size a multiple of 32.
+    def from_float(cls, weight: torch.Tensor, quant_type: str = "Q8_0") -> "Blocks":
+        """Return a weight [N, size] rounded; size a multiple of 32.
 
-        A number is off by half a step at most, 1/254 of the largest of its block.
+        In Q8_0 a number is off by half a step at most, 1/254 of the largest of its
+        block. In Q4_1 a block has the least squares that a short search finds.
+
+        Args:
+            quant_type: Q8_0 or Q4_1.
         """
-        size = weight.shape[1]
-        rows = [_encode_q8_0(part) for part in weight.split(_NUM_ROWS_AT_ONCE)]
-        return cls("Q8_0", torch.cat(rows), size)
+        encode = {"Q8_0": _encode_q8_0, "Q4_1": _encode_q4_1}[quant_type]
+        rows = [encode(part) for part in weight.split(_NUM_ROWS_AT_ONCE)]
+        return cls(quant_type, torch.cat(rows), weight.shape[1])
 
 
 class PackedWeight(ABC):
@@ -130,7 +140,7 @@ class QuantizedWeight(PackedWeight):
     ) -> None:
         self.num_rows, self.size = num_rows, size
         self._packed = packed
-        self._quant_type = quant_type
+        self.quant_type = quant_type
 
     @classmethod
     def from_blocks(cls, blocks: Blocks) -> "QuantizedWeight":
@@ -146,25 +156,25 @@ class QuantizedWeight(PackedWeight):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [M, num_rows]; x is rounded to int8."""
         return ops.quantized_linear(
-            x, self._packed, self._quant_type, self.num_rows, bias
+            x, self._packed, self.quant_type, self.num_rows, bias
         )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [n, size] float32."""
         return ops.quantized_rows(
-            self._packed, self._quant_type, self.num_rows, self.size, ids
+            self._packed, self.quant_type, self.num_rows, self.size, ids
         )
 
     def compiled_parts(self) -> tuple[WeightPart, ...] | None:
         """Return one part."""
-        return _one_part(self._packed, self._quant_type, self.num_rows)
+        return _one_part(self._packed, self.quant_type, self.num_rows)
 
     def select(self, ids: torch.Tensor) -> "QuantizedWeight":
         """Return a weight of the same kind."""
         packed = ops.quantized_select(
-            self._packed, self._quant_type, self.num_rows, self.size, ids
+            self._packed, self.quant_type, self.num_rows, self.size, ids
         )
-        return QuantizedWeight(packed, self._quant_type, len(ids), self.size)
+        return QuantizedWeight(packed, self.quant_type, len(ids), self.size)
 
 
 class StackedWeight(PackedWeight):
@@ -221,11 +231,22 @@ def stack_blocks(shards: Sequence[Blocks]) -> PackedWeight:
     return parts[0] if len(parts) == 1 else StackedWeight(parts)
 
 
-def round_to_blocks(weight: torch.Tensor) -> PackedWeight:
-    """Return a weight [num_rows, size] in Q8_0; as numbers if no blocks fill a row."""
+def round_to_blocks(weight: torch.Tensor, quant_type: str = "Q8_0") -> PackedWeight:
+    """Return a weight [num_rows, size] in blocks; as numbers if none fill a row.
+
+    Args:
+        quant_type: as in `Blocks.from_float`.
+    """
     if weight.shape[1] % _BLOCK:
         return DenseWeight(weight)
-    return QuantizedWeight.from_blocks(Blocks.from_float(weight))
+    return QuantizedWeight.from_blocks(Blocks.from_float(weight, quant_type))
+
+
+def narrow(weight: PackedWeight) -> PackedWeight:
+    """Return a weight of eight bits in Q4_1, another one as it is."""
+    if isinstance(weight, QuantizedWeight) and weight.quant_type in ("Q8_0", "int8"):
+        return round_to_blocks(weight.unpack(), "Q4_1")
+    return weight
 
 
 def _encode_q8_0(weight: torch.Tensor) -> torch.Tensor:
@@ -240,3 +261,72 @@ def _encode_q8_0(weight: torch.Tensor) -> torch.Tensor:
     steps = steps.clamp(-_MAX_STEP, _MAX_STEP).to(torch.int8)
     encoded = (scales.view(torch.uint8), steps.view(torch.uint8))
     return torch.cat(encoded, dim=-1).flatten(1)
+
+
+def _encode_q4_1(weight: torch.Tensor) -> torch.Tensor:
+    """Return [N, bytes of a row]: of each block scale, minimum and steps in nibbles."""
+    values = weight.float().unflatten(1, (-1, _BLOCK))
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    best = _StepFit.of(values, (high - low) / _MAX_NIBBLE, low)
+    cut = _CUT * (high - low)
+    fit = _StepFit.of(values, (high - low - 2 * cut) / _MAX_NIBBLE, low + cut)
+    for _ in range(_NUM_FITS):
+        fit = fit.refit(values)
+        best = best.better(fit)
+    # A byte has value i in its low half, and value i + 16 in its high.
+    first, second = best.steps.to(torch.uint8).chunk(2, dim=-1)
+    headers = (best.scale.half(), best.minimum.half())
+    encoded = (*(header.view(torch.uint8) for header in headers), first | second << 4)
+    return torch.cat(encoded, dim=-1).flatten(1)
+
+
+@dataclass(frozen=True)
+class _StepFit:
+    """Blocks as steps; scale and minimum are as they are stored, in half precision.
+
+    Args:
+        steps: [N, blocks, 32], whole numbers of 0..15.
+        scale: [N, blocks, 1], as minimum and error, the sum of squares.
+    """
+
+    steps: torch.Tensor
+    scale: torch.Tensor
+    minimum: torch.Tensor
+    error: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor
+    ) -> "_StepFit":
+        """Return the nearest steps."""
+        scale, minimum = scale.half().float(), minimum.half().float()
+        steps = (values - minimum) / scale.masked_fill(scale == 0, 1.0)
+        steps = steps.round_().clamp_(0, _MAX_NIBBLE)
+        error = (steps * scale + minimum - values).square_().sum(-1, keepdim=True)
+        return cls(steps, scale, minimum, error)
+
+    def refit(self, values: torch.Tensor) -> "_StepFit":
+        """Return the nearest steps to the line that fits these steps best."""
+        mean_step = self.steps.mean(-1, keepdim=True)
+        mean = values.mean(-1, keepdim=True)
+        centred = self.steps - mean_step
+        spread = centred.square().sum(-1, keepdim=True)
+        product = (centred * (values - mean)).sum(-1, keepdim=True)
+        # Steps that are all alike have no slope, and need none.
+        scale = product / spread.masked_fill(spread == 0, 1.0)
+        return _StepFit.of(values, scale, mean - scale * mean_step)
+
+    def better(self, other: "_StepFit") -> "_StepFit":
+        """Return of every block what is nearer to its values."""
+        is_better = other.error < self.error
+        return _StepFit(
+            *(
+                torch.where(is_better, theirs, ours)
+                for ours, theirs in (
+                    (self.steps, other.steps),
+                    (self.scale, other.scale),
+                    (self.minimum, other.minimum),
+                    (self.error, other.error),
+                )
+            )
+        )
