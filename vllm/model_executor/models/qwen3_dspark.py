@@ -127,11 +127,14 @@ class DSparkModel(Layer):
         self.context_kv = ContextKV(self.attentions)
         # One row: to round it would save nothing.
         exact = self.confidence_head and self.confidence_head.proj
-        for module in self.modules():
-            if isinstance(module, Linear):
-                is_exact = module is exact
+        for name, module in self.named_modules():
+            if module is exact:
+                exact.process_weights_after_loading(UNQUANTIZED)
+            elif isinstance(module, Linear):
+                # Half of all that a round reads; the others lose acceptance.
+                is_mlp = ".mlp." in name
                 module.process_weights_after_loading(
-                    UNQUANTIZED if is_exact else method
+                    method.coarse if is_mlp else method
                 )
         self.embed_tokens = self.embed_tokens or embed_tokens
         if self.draft_vocab is not None:

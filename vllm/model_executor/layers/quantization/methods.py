@@ -1,7 +1,7 @@
 """Which kind of weight a checkpoint becomes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,12 +25,19 @@ class QuantizationMethod:
         keeps_blocks: blocks of a GGUF file are used as they are; else they are
             dequantised.
         pack: makes a weight of numbers [num_rows, size].
+        pack_coarse: of weights that bear coarser rounding; None: as the others.
         repack: of rows that a drafter copies from its target; None: as they are.
     """
 
     keeps_blocks: bool
     pack: Callable[[torch.Tensor], PackedWeight]
+    pack_coarse: Callable[[torch.Tensor], PackedWeight] | None = None
     repack: Callable[[PackedWeight], PackedWeight] | None = None
+
+    @property
+    def coarse(self) -> "QuantizationMethod":
+        """What is done with weights that bear coarser rounding."""
+        return replace(self, pack=self.pack_coarse or self.pack)
 
 
 UNQUANTIZED = QuantizationMethod(False, DenseWeight)
@@ -39,12 +46,12 @@ _METHODS = {
     "gguf": QuantizationMethod(True, DenseWeight),
     "int8": QuantizationMethod(False, QuantizedWeight.from_float),
 }
-# Drafts may be any guess: what rounding costs is acceptance, next to none in Q8_0 and
-# two percent in Q4_1, which has three fifths of the bytes that a round reads.
+# Drafts may be any guess: what rounding costs is acceptance, next to none in Q8_0,
+# and in Q4_1, of three fifths of the bytes, next to none for some of the weights.
 _ROUNDED_DRAFTERS = {
     "Q8_0": QuantizationMethod(True, round_to_blocks),
     "Q4_1": QuantizationMethod(
-        True, partial(round_to_blocks, quant_type="Q4_1"), narrow
+        True, round_to_blocks, partial(round_to_blocks, quant_type="Q4_1"), narrow
     ),
 }
 
@@ -97,7 +104,7 @@ def get_drafter_quantization_method(
         is_gguf: the drafter's is.
         device: the weights' and activations'.
         dtype: the activations'.
-        quant_type: Q8_0 or Q4_1, what its numbers are rounded to.
+        quant_type: Q8_0, or Q4_1 for those of its numbers that bear it.
 
     Raises:
         UnsupportedError: the device, dtype or target does not go with it.

@@ -39,8 +39,7 @@ from vllm.v1.worker.gpu.states import RequestState
 # Of context that is not written at once while nothing is drafted: enough for products
 # at their best rate, and no burden for the proposal that needs them at last.
 _MAX_QUEUED_TOKENS = 64
-# Of the drafter's own weights: what fewer bytes save a round is more than what coarser
-# weights lose of acceptance.
+# Of the weights that bear it: fewer bytes save a round more than is lost of acceptance.
 _QUANT_TYPE = "Q4_1"
 
 
