@@ -58,10 +58,7 @@ def load_model(
 
 
 def find_drafter_quantization(
-    target_config: ModelConfig,
-    path: str,
-    device: torch.device,
-    quant_type: str = "Q8_0",
+    target_config: ModelConfig, path: str, device: torch.device
 ) -> QuantizationMethod:
     """Return what becomes of the weights of a drafter.
 
@@ -69,7 +66,6 @@ def find_drafter_quantization(
         target_config: of the model that it drafts for.
         path: of the drafter, a GGUF file or a directory.
         device: where both run.
-        quant_type: as in `get_drafter_quantization_method`.
     """
     return get_drafter_quantization_method(
         target_config.quantization,
@@ -77,7 +73,6 @@ def find_drafter_quantization(
         os.path.isfile(path),
         device,
         getattr(torch, target_config.dtype),
-        quant_type,
     )
 
 

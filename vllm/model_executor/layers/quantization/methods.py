@@ -48,12 +48,9 @@ _METHODS = {
 }
 # Drafts may be any guess: what rounding costs is acceptance, next to none in Q8_0,
 # and in Q4_1, of three fifths of the bytes, next to none for some of the weights.
-_ROUNDED_DRAFTERS = {
-    "Q8_0": QuantizationMethod(True, round_to_blocks),
-    "Q4_1": QuantizationMethod(
-        True, round_to_blocks, partial(round_to_blocks, quant_type="Q4_1"), narrow
-    ),
-}
+_ROUNDED_DRAFTER = QuantizationMethod(
+    True, round_to_blocks, partial(round_to_blocks, quant_type="Q4_1"), narrow
+)
 
 
 def get_quantization_method(
@@ -94,7 +91,6 @@ def get_drafter_quantization_method(
     is_gguf: bool,
     device: torch.device,
     dtype: torch.dtype,
-    quant_type: str = "Q8_0",
 ) -> QuantizationMethod:
     """Return the method of a drafter's checkpoint: quantised where the target is.
 
@@ -104,12 +100,11 @@ def get_drafter_quantization_method(
         is_gguf: the drafter's is.
         device: the weights' and activations'.
         dtype: the activations'.
-        quant_type: Q8_0, or Q4_1 for those of its numbers that bear it.
 
     Raises:
         UnsupportedError: the device, dtype or target does not go with it.
     """
     of_target = get_quantization_method(quantization, is_target_gguf, device, dtype)
     if of_target is not UNQUANTIZED:
-        return _ROUNDED_DRAFTERS[quant_type]
+        return _ROUNDED_DRAFTER
     return get_quantization_method(quantization, is_gguf, device, dtype)

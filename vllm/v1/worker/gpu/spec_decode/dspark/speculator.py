@@ -39,8 +39,6 @@ from vllm.v1.worker.gpu.states import RequestState
 # Of context that is not written at once while nothing is drafted: enough for products
 # at their best rate, and no burden for the proposal that needs them at last.
 _MAX_QUEUED_TOKENS = 64
-# Of the weights that bear it: fewer bytes save a round more than is lost of acceptance.
-_QUANT_TYPE = "Q4_1"
 
 
 class DSparkSpeculator(Speculator):
@@ -120,9 +118,7 @@ class DSparkSpeculator(Speculator):
             target,
             self._max_len,
             self._device,
-            find_drafter_quantization(
-                self._target_config, self._path, self._device, _QUANT_TYPE
-            ),
+            find_drafter_quantization(self._target_config, self._path, self._device),
         )
         if self._model.draft_vocab is not None:
             self._sampler.restrict(self._model.draft_vocab)
