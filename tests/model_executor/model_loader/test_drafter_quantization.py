@@ -29,6 +29,7 @@ from vllm.model_executor.layers.quantization.methods import (
 )
 from vllm.model_executor.layers.quantization.weights import (
     DenseWeight,
+    PackedWeight,
     QuantizedWeight,
     round_to_blocks,
 )
@@ -72,25 +73,40 @@ def folder(target, tmp_path_factory):
     return path
 
 
+def quant_type_of(weight: PackedWeight) -> str:
+    assert isinstance(weight, QuantizedWeight)
+    return weight.quant_type
+
+
 def kinds(model: nn.Module) -> set[type]:
     """Return those of all matrices but the confidence head's, which has one row."""
     matrices = [m for m in model.modules() if isinstance(m, Linear)]
     return {type(m.packed) for m in matrices if m.out_features > 1}
 
 
-def test_a_rounded_number_is_off_by_half_a_step_at_most():
+@pytest.mark.parametrize(
+    ("quant_type", "num_steps", "relative"), [("Q8_0", 254, 0.006), ("Q4_1", 15, 0.09)]
+)
+def test_a_rounded_number_is_off_by_half_a_step_at_most(
+    quant_type, num_steps, relative
+):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 96, generator=generator)
     weight *= torch.logspace(-2, 3, 70).unsqueeze(1)
-    weight[3, 32:64] = 0.0
-    rounded = round_to_blocks(weight)
+    weight[3, 32:64], weight[4, :32] = 0.0, 2.5
+    rounded = round_to_blocks(weight, quant_type)
     assert isinstance(rounded, QuantizedWeight)
     blocks = weight.unflatten(1, (3, 32))
-    error = (rounded.unpack().unflatten(1, (3, 32)) - blocks).abs()
-    # A step is stored in half precision: 11 bits.
-    bound = (0.5 + 127 * 2**-11) / 127 * blocks.abs().amax(-1, keepdim=True)
+    values = rounded.unpack().unflatten(1, (3, 32))
+    assert not values[3, 1].any()
+    largest = blocks.abs().amax(-1, keepdim=True)
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    span = 2 * largest if quant_type == "Q8_0" else high - low
+    # What is stored in half precision has 11 bits.
+    bound = 0.5 * span / num_steps + 2**-10 * largest
+    error = (values - blocks).abs()
     assert (error <= bound).all()
-    assert error.square().mean().sqrt() < 0.006 * weight.square().mean().sqrt()
+    assert error.square().mean().sqrt() < relative * weight.square().mean().sqrt()
 
 
 def test_numbers_that_are_in_blocks_already_stay_as_they_are():
@@ -113,6 +129,7 @@ def test_a_drafter_is_rounded_where_its_target_is_quantised():
             method = method_for(quantization, is_gguf=is_gguf)
             assert method.keeps_blocks
             assert method.pack is round_to_blocks
+            assert quant_type_of(method.coarse.pack(torch.randn(4, 32))) == "Q4_1"
     of_auto = round_to_blocks if ops.has_cpu_ops() else DenseWeight
     assert method_for("auto").pack is of_auto
     assert method_for("auto", is_target_gguf=False) is UNQUANTIZED
@@ -120,6 +137,7 @@ def test_a_drafter_is_rounded_where_its_target_is_quantised():
     kept = method_for("auto", is_target_gguf=False, is_gguf=True)
     assert kept.keeps_blocks == ops.has_cpu_ops()
     assert method_for("auto", dtype=torch.bfloat16) is UNQUANTIZED
+    assert isinstance(UNQUANTIZED.coarse.pack(torch.randn(4, 32)), DenseWeight)
 
 
 def test_a_drafter_in_floats_is_what_it_was(folder, target):
@@ -145,8 +163,21 @@ def test_matrices_are_rounded_and_the_lent_head_stays_as_it_is(folder, target):
 
 
 def _rounded(name: str, weight: torch.Tensor) -> torch.Tensor:
-    is_kept = name in ("lm_head", "confidence_head.proj")
-    return weight if is_kept else round_to_blocks(weight).unpack()
+    if name in ("lm_head", "confidence_head.proj"):
+        return weight
+    return round_to_blocks(weight, "Q4_1" if ".mlp." in name else "Q8_0").unpack()
+
+
+@pytest.mark.parametrize("pack", [round_to_blocks, QuantizedWeight.from_float])
+def test_copied_rows_of_eight_bits_are_narrowed(pack):
+    head = Linear(64, {"lm_head": 96}, bias=False, dtype=torch.float32)
+    head.weight_slots()["lm_head.weight"].copy_(torch.randn(96, 64))
+    head.process_weights_after_loading(QuantizationMethod(False, pack))
+    exact = head.unpack()[DRAFTED]
+    assert torch.equal(head.select(DRAFTED).unpack(), exact)
+    copied = head.select(DRAFTED, ROUNDED)
+    assert quant_type_of(copied.packed) == "Q4_1"
+    assert torch.equal(copied.unpack(), round_to_blocks(exact, "Q4_1").unpack())
 
 
 @pytest.mark.parametrize("kind", ["Qwen3DSparkModel", "LlamaDSparkModel"])
@@ -162,7 +193,7 @@ def test_rounding_moves_the_states_of_a_block_a_little(kind, target, tmp_path):
         session.write(taps, 0, 9)
         states.append(session.draft(Block(0, TOKENS[9], 9)))
     error = (states[1] - states[0]).square().mean().sqrt()
-    assert 0 < error < 0.05 * states[0].square().mean().sqrt()
+    assert 0 < error < 0.25 * states[0].square().mean().sqrt()
 
 
 def test_both_forms_of_a_config_give_the_same_rounded_drafter(target, tmp_path):

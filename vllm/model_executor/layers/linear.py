@@ -108,16 +108,22 @@ class Linear(Layer):
         assert self._packed is not None, "weights are laid out"
         return self._packed
 
-    def select(self, ids: torch.Tensor) -> "Linear":
-        """Return a layer of its own with the outputs of ids [n] int64, as they are.
+    def select(
+        self, ids: torch.Tensor, method: QuantizationMethod = UNQUANTIZED
+    ) -> "Linear":
+        """Return a layer of its own with the outputs of ids [n] int64.
 
         This layer has one weight and no bias.
+
+        Args:
+            method: may narrow the rows; else they are as they are.
         """
         assert self.bias is None, "a bias would be left out"
         [name] = self.shards
         layer = Linear(self.in_features, {name: len(ids)}, bias=False, dtype=self.dtype)
         layer.weight = None
-        layer._packed = self.packed.select(ids)
+        packed = self.packed.select(ids)
+        layer._packed = packed if method.repack is None else method.repack(packed)
         return layer
 
     def unpack(self) -> torch.Tensor:

@@ -128,23 +128,26 @@ class DSparkModel(Layer):
         Args:
             embed_tokens: the target's.
             lm_head: the target's, laid out already.
-            method: for the drafter's own weights.
+            method: for the drafter's own weights, and rows that it copies.
         """
         self.context_kv = ContextKV(self.attentions)
         # One row: to round it would save nothing.
         exact = self.confidence_head and self.confidence_head.proj
-        for module in self.modules():
-            if isinstance(module, Linear):
-                is_exact = module is exact
+        for name, module in self.named_modules():
+            if module is exact:
+                exact.process_weights_after_loading(UNQUANTIZED)
+            elif isinstance(module, Linear):
+                # Half of all that a round reads; the others lose acceptance.
+                is_mlp = ".mlp." in name
                 module.process_weights_after_loading(
-                    UNQUANTIZED if is_exact else method
+                    method.coarse if is_mlp else method
                 )
         self.embed_tokens = self.embed_tokens or embed_tokens
         if self.draft_vocab is not None:
             self.draft_vocab.process_weights_after_loading()
         if self.lm_head is None and self.config.has_reduced_vocab:
             assert self.draft_vocab is not None, "made for a reduced vocabulary"
-            self.lm_head = lm_head.select(self.draft_vocab.target_ids)
+            self.lm_head = lm_head.select(self.draft_vocab.target_ids, method)
         self.lm_head = self.lm_head or lm_head
 
     def get_kv_cache_specs(

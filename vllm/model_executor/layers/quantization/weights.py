@@ -13,9 +13,10 @@ from vllm._cpu_ops_decoder import WeightPart
 _NUM_UNITS_AT_ONCE = 64
 # Rows that are rounded at once, which bounds what that needs in between.
 _NUM_ROWS_AT_ONCE = 4096
-# Values of a block, each a step of -127..127.
+# Values of a block. Steps of Q8_0 are -127..127 from zero, of Q4_1 0..15 upwards.
 _BLOCK = 32
 _MAX_STEP = 127
+_MAX_NIBBLE = 15
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,18 @@ class Blocks:
     size: int
 
     @classmethod
-    def from_float(cls, weight: torch.Tensor) -> "Blocks":
-        """Return a weight [N, size] rounded to Q8_0; size a multiple of 32.
+    def from_float(cls, weight: torch.Tensor, quant_type: str = "Q8_0") -> "Blocks":
+        """Return a weight [N, size] rounded; size a multiple of 32.
 
-        A number is off by half a step at most, 1/254 of the largest of its block.
+        A number is off by half a step at most: in Q8_0 1/254 of the largest of its
+        block, in Q4_1 1/30 of the block's range.
+
+        Args:
+            quant_type: Q8_0 or Q4_1.
         """
-        size = weight.shape[1]
-        rows = [_encode_q8_0(part) for part in weight.split(_NUM_ROWS_AT_ONCE)]
-        return cls("Q8_0", torch.cat(rows), size)
+        encode = {"Q8_0": _encode_q8_0, "Q4_1": _encode_q4_1}[quant_type]
+        rows = [encode(part) for part in weight.split(_NUM_ROWS_AT_ONCE)]
+        return cls(quant_type, torch.cat(rows), weight.shape[1])
 
 
 class PackedWeight(ABC):
@@ -130,7 +135,7 @@ class QuantizedWeight(PackedWeight):
     ) -> None:
         self.num_rows, self.size = num_rows, size
         self._packed = packed
-        self._quant_type = quant_type
+        self.quant_type = quant_type
 
     @classmethod
     def from_blocks(cls, blocks: Blocks) -> "QuantizedWeight":
@@ -146,25 +151,25 @@ class QuantizedWeight(PackedWeight):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [M, num_rows]; x is rounded to int8."""
         return ops.quantized_linear(
-            x, self._packed, self._quant_type, self.num_rows, bias
+            x, self._packed, self.quant_type, self.num_rows, bias
         )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [n, size] float32."""
         return ops.quantized_rows(
-            self._packed, self._quant_type, self.num_rows, self.size, ids
+            self._packed, self.quant_type, self.num_rows, self.size, ids
         )
 
     def compiled_parts(self) -> tuple[WeightPart, ...] | None:
         """Return one part."""
-        return _one_part(self._packed, self._quant_type, self.num_rows)
+        return _one_part(self._packed, self.quant_type, self.num_rows)
 
     def select(self, ids: torch.Tensor) -> "QuantizedWeight":
         """Return a weight of the same kind."""
         packed = ops.quantized_select(
-            self._packed, self._quant_type, self.num_rows, self.size, ids
+            self._packed, self.quant_type, self.num_rows, self.size, ids
         )
-        return QuantizedWeight(packed, self._quant_type, len(ids), self.size)
+        return QuantizedWeight(packed, self.quant_type, len(ids), self.size)
 
 
 class StackedWeight(PackedWeight):
@@ -221,11 +226,22 @@ def stack_blocks(shards: Sequence[Blocks]) -> PackedWeight:
     return parts[0] if len(parts) == 1 else StackedWeight(parts)
 
 
-def round_to_blocks(weight: torch.Tensor) -> PackedWeight:
-    """Return a weight [num_rows, size] in Q8_0; as numbers if no blocks fill a row."""
+def round_to_blocks(weight: torch.Tensor, quant_type: str = "Q8_0") -> PackedWeight:
+    """Return a weight [num_rows, size] in blocks; as numbers if none fill a row.
+
+    Args:
+        quant_type: as in `Blocks.from_float`.
+    """
     if weight.shape[1] % _BLOCK:
         return DenseWeight(weight)
-    return QuantizedWeight.from_blocks(Blocks.from_float(weight))
+    return QuantizedWeight.from_blocks(Blocks.from_float(weight, quant_type))
+
+
+def narrow(weight: PackedWeight) -> PackedWeight:
+    """Return a weight of eight bits in Q4_1, another one as it is."""
+    if isinstance(weight, QuantizedWeight) and weight.quant_type in ("Q8_0", "int8"):
+        return round_to_blocks(weight.unpack(), "Q4_1")
+    return weight
 
 
 def _encode_q8_0(weight: torch.Tensor) -> torch.Tensor:
@@ -239,4 +255,19 @@ def _encode_q8_0(weight: torch.Tensor) -> torch.Tensor:
     steps = (values / wide.masked_fill(wide == 0, 1.0)).round()
     steps = steps.clamp(-_MAX_STEP, _MAX_STEP).to(torch.int8)
     encoded = (scales.view(torch.uint8), steps.view(torch.uint8))
+    return torch.cat(encoded, dim=-1).flatten(1)
+
+
+def _encode_q4_1(weight: torch.Tensor) -> torch.Tensor:
+    """Return [N, bytes of a row]: of each block scale, minimum and steps in nibbles."""
+    values = weight.float().unflatten(1, (-1, _BLOCK))
+    low, high = torch.aminmax(values, dim=-1, keepdim=True)
+    scale, minimum = ((high - low) / _MAX_NIBBLE).half(), low.half()
+    # Steps are from what is stored.
+    step = scale.float()
+    steps = (values - minimum.float()) / step.masked_fill(step == 0, 1.0)
+    steps = steps.round_().clamp_(0, _MAX_NIBBLE).to(torch.uint8)
+    # A byte has value i in its low half, and value i + 16 in its high.
+    first, second = steps.chunk(2, dim=-1)
+    encoded = (scale.view(torch.uint8), minimum.view(torch.uint8), first | second << 4)
     return torch.cat(encoded, dim=-1).flatten(1)
