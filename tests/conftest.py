@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from tests.units import find_place, find_unit
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -13,7 +16,25 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give whole units to the processes, in the order of the collection."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class UnitScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return find_unit(nodeid)
+
+    # By itself it would begin with the unit of the most tests.
+    config.option.loadscopereorder = False
+    return UnitScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A long unit that begins last runs alone at the end.
+    items.sort(key=lambda item: find_place(item.nodeid))
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

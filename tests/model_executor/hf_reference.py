@@ -52,22 +52,6 @@ def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tens
         return model(torch.tensor([token_ids])).logits[0].float()
 
 
-def reference_greedy(
-    model: PreTrainedModel, token_ids: list[int], num_tokens: int
-) -> list[int]:
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([token_ids]),
-            attention_mask=torch.ones(1, len(token_ids), dtype=torch.int64),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return out[0, len(token_ids) :].tolist()
-
-
 def llama_from_gguf(path: str) -> LlamaForCausalLM:
     """Build the model with the gguf package's reader, not with ours."""
     reader = gguf.GGUFReader(path)

@@ -76,14 +76,29 @@ HOT = {"temperature": 1.5}
 PLAIN = SamplingParams(temperature=0.0, max_tokens=20)
 
 
+TEMPTED = [(tempting(number), PLAIN) for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def plain_alone(model: Path) -> list[dict[str, Any]]:
+    """What the requests without a grammar say one after another, without drafts."""
+    engine = TinyEngine(model, max_num_seqs=1)
+    outputs = engine.run(TEMPTED)
+    engine.shutdown()
+    return list(map(visible, outputs))
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 18])
 @pytest.mark.parametrize("drafter", KINDS)
 def test_a_literal_is_said_byte_for_byte_beside_any_neighbours(
-    model: Path, tmp_path: Path, drafter: str, max_num_seqs: int
+    model: Path,
+    plain_alone: list[dict[str, Any]],
+    tmp_path: Path,
+    drafter: str,
+    max_num_seqs: int,
 ):
     """O5 and O6: the one legal answer, and greedy neighbours as if alone."""
-    numbers = range(6)
-    plain = [(tempting(number), PLAIN) for number in numbers]
+    numbers = range(len(TEMPTED))
     literals = [
         (tempting(number), constrained(regex=re.escape(literal(number)), **HOT))
         for number in numbers
@@ -92,18 +107,15 @@ def test_a_literal_is_said_byte_for_byte_beside_any_neighbours(
         (f"{number} rows", constrained(json=ROWS, disable_any_whitespace=True, **HOT))
         for number in numbers
     ]
-    alone = TinyEngine(model, max_num_seqs=1)
-    expected = [visible(output) for output in alone.run(plain)]
-    alone.shutdown()
     engine = make_engine(drafter, model, tmp_path, max_num_seqs=max_num_seqs)
     mixed = [
-        one for three in zip(plain, literals, schemas, strict=True) for one in three
+        one for three in zip(TEMPTED, literals, schemas, strict=True) for one in three
     ]
     outputs = engine.run(mixed)
     accepted = engine.executor.accepted
     check_regimes(engine)
     engine.shutdown()
-    assert [visible(output) for output in outputs[::3]] == expected
+    assert [visible(output) for output in outputs[::3]] == plain_alone
     assert [text_of(output) for output in outputs[1::3]] == [*map(literal, numbers)]
     for output in outputs[2::3]:
         jsonschema.validate(json.loads(text_of(output)), ROWS)
@@ -119,17 +131,19 @@ def test_schema_requests_in_a_row_all_end_with_their_grammar(
 ):
     engine = make_engine(drafter, model, tmp_path, num_drafts=15, max_num_seqs=2)
     compact = constrained(json=ROWS, disable_any_whitespace=True, **HOT)
-    spaced = constrained(json=ROWS, **HOT)
+    # As many as a run of too much whitespace needs, and more.
+    spaced = constrained(MAX_WHITESPACE * 2, json=ROWS, **HOT)
     engine.run([("warm", compact), ("warm", spaced)])
     num_threads = threading.active_count()
-    streams = engine.stream([(f"{i}", (compact, spaced)[i % 2]) for i in range(12)])
+    streams = engine.stream([(f"{i}", (compact, spaced)[i % 2]) for i in range(8)])
     engine.shutdown()
     assert threading.active_count() <= num_threads
     for number, deltas in enumerate(streams):
         text = "".join(delta.text for delta in deltas)
         reason = deltas[-1].finish_reason
         if number % 2 and reason == "length":
-            assert sum(len(delta.token_ids) for delta in deltas) == 100
+            num_tokens = sum(len(delta.token_ids) for delta in deltas)
+            assert num_tokens == MAX_WHITESPACE * 2
         else:
             assert reason == "stop"
             jsonschema.validate(json.loads(text), ROWS)

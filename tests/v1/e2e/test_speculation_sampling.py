@@ -271,6 +271,7 @@ CHOICES = [make_tokenizer().token_to_id(char) for char in LETTERS]
 # N-grams find most pairs of letters in it.
 LETTER_PROMPT = "ijkponmlkjiijklmno"
 NUM_DRAWN = 4
+Law = dict[tuple[int, ...], float]
 NUM_ANSWERS = 2000
 LAWFUL: dict[str, Any] = {
     "allowed_token_ids": CHOICES,
@@ -281,12 +282,12 @@ LAWFUL: dict[str, Any] = {
 }
 
 
-def compute_law(model: Path) -> dict[tuple[int, ...], float]:
+def compute_law(model: Path) -> Law:
     """Return the chance of every answer, by the scores of one token after another."""
     prompt = make_tokenizer().encode(LETTER_PROMPT).ids
     engine = TinyEngine(model, logprobs_mode="processed_logprobs")
     params = SamplingParams(max_tokens=1, logprobs=len(CHOICES), **LAWFUL)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    law: Law = {(): 1.0}
     for _ in range(NUM_DRAWN):
         outputs = engine.run([([*prompt, *answer], params) for answer in law])
         law = {
@@ -298,6 +299,13 @@ def compute_law(model: Path) -> dict[tuple[int, ...], float]:
     engine.shutdown()
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-4)
     return law
+
+
+@pytest.fixture(scope="module")
+def lawful(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Law]:
+    """A model of a few letters, and the chance of each of its answers."""
+    model = save_tiny_model(tmp_path_factory.mktemp("lawful"), alphabet=LETTERS)
+    return model, compute_law(model)
 
 
 def count_sigmas(counts: Counter[Any], law: dict[Any, float], num_draws: int) -> float:
@@ -324,13 +332,11 @@ def count_sigmas(counts: Counter[Any], law: dict[Any, float], num_draws: int) ->
         "H probabilistic adaptive",
     ],
 )
-def test_unseeded_answers_follow_the_models_law(tmp_path: Path, drafter: str):
-    folders = tmp_path / "target", tmp_path / "drafter"
-    for folder in folders:
-        folder.mkdir()
-    model = save_tiny_model(folders[0], alphabet=LETTERS)
-    law = compute_law(model)
-    engine = make_drafting_engine(drafter, model, folders[1], LETTERS, seed=1)
+def test_unseeded_answers_follow_the_models_law(
+    lawful: tuple[Path, Law], tmp_path: Path, drafter: str
+):
+    model, law = lawful
+    engine = make_drafting_engine(drafter, model, tmp_path, LETTERS, seed=1)
     params = SamplingParams(max_tokens=NUM_DRAWN, ignore_eos=True, **LAWFUL)
     outputs = engine.run([(LETTER_PROMPT, params)] * NUM_ANSWERS)
     accepted = engine.executor.accepted
