@@ -136,7 +136,7 @@ def test_a_wrong_flag_is_exit_code_2_before_any_engine_starts(
     assert log == []
 
 
-def test_figures_are_medians_of_the_rounds_and_ratios_of_medians(log, tmp_path, capsys):
+def test_figures_are_medians_of_the_rounds(log, tmp_path, capsys):
     path = tmp_path / "sweep.json"
     argv = ["--quick", "--rounds=3", "--concurrency=2", f"--output-json={path}"]
     sweep.run([*argv, f"--speculative-config={NGRAM}"])
@@ -154,6 +154,20 @@ def test_figures_are_medians_of_the_rounds_and_ratios_of_medians(log, tmp_path, 
     last = capsys.readouterr().out.splitlines()[-1]
     cells = [cell.strip() for cell in last.strip("|").split("|")]
     assert cells == ["2", "103.0", "123.0", "153.0", "fixed 3", "1.244", "1.485"]
+
+
+def test_ratios_are_medians_of_the_rounds_own():
+    report = SweepReport(["off", "3", "adaptive"], [1])
+    # The machine is half as fast from the second round on.
+    for off, fixed, adaptive in [(8, 20, 22), (4, 10, 8), (4, 10, 12)]:
+        speeds = {"off": off, "3": fixed, "adaptive": adaptive}
+        for setting, speed in speeds.items():
+            report.add(1, setting, {"tokens_per_s": speed})
+    assert report.compare(1) == {
+        "best_other": "3",
+        "adaptive_to_best": pytest.approx(1.1),
+        "adaptive_to_off": pytest.approx(2.75),
+    }
 
 
 def test_a_sweep_without_an_adaptive_engine_compares_nothing():

@@ -39,16 +39,25 @@ class SweepReport:
         others = [setting for setting in self.settings if setting != ADAPTIVE]
         if ADAPTIVE not in self.settings or not others:
             return {}
-        adaptive = self.tokens_per_s(concurrency, ADAPTIVE)
         best = max(others, key=lambda setting: self.tokens_per_s(concurrency, setting))
         comparison = {
             "best_other": best,
-            "adaptive_to_best": adaptive / self.tokens_per_s(concurrency, best),
+            "adaptive_to_best": self._adaptive_ratio(concurrency, best),
         }
         if OFF in others:
-            off = self.tokens_per_s(concurrency, OFF)
-            comparison["adaptive_to_off"] = adaptive / off
+            comparison["adaptive_to_off"] = self._adaptive_ratio(concurrency, OFF)
         return comparison
+
+    def _adaptive_ratio(self, concurrency: int, other: str) -> float:
+        """Return the median of the rounds' ratios: a machine drifts between rounds."""
+        rounds = zip(
+            self.results[concurrency, ADAPTIVE],
+            self.results[concurrency, other],
+            strict=True,
+        )
+        return statistics.median(
+            mine["tokens_per_s"] / theirs["tokens_per_s"] for mine, theirs in rounds
+        )
 
     def verified_drafts(self, concurrency: int, setting: str) -> float | None:
         """Return the verified drafts a request and step; None if nobody counted."""
