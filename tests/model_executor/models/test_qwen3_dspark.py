@@ -18,6 +18,7 @@ from tests.model_executor.dspark_harness import (
     target_taps,
 )
 from tests.model_executor.harness import BLOCK_SIZE, load
+from vllm._cpu_ops_torch import _cache_views
 from vllm.model_executor.layers.embedding import VocabEmbedding
 from vllm.speculator_training.modeling import DSparkTrainingModel
 from vllm.transformers_utils.configs.dspark import DSparkConfig
@@ -261,9 +262,13 @@ def test_trap_5_a_pass_writes_the_reserved_slots_and_no_others(drafter, config, 
     before = {name: cache.clone() for name, cache in session.kv_caches.items()}
     session.draft(block_at(9))
     for name, cache in session.kv_caches.items():
-        # Values are stored [block, kv head, offset, ...] or [block, offset, ...].
-        changed = (cache[1] != before[name][1]).nonzero()
-        axis = 2 if cache.shape[3] == BLOCK_SIZE else 1
+        # Values are seen as [block, kv head, offset, ...] or [block, offset, ...].
+        is_cpu_cache = cache.shape[3] == BLOCK_SIZE
+        values, values_before = (
+            _cache_views(x)[1] if is_cpu_cache else x[1] for x in (cache, before[name])
+        )
+        changed = (values != values_before).nonzero()
+        axis = 2 if is_cpu_cache else 1
         slots = changed[:, 0] * BLOCK_SIZE + changed[:, axis]
         first = BLOCK_SIZE + 9
         expected = range(first, first + config.num_lookahead_slots)
