@@ -94,8 +94,11 @@ class Pool {
  private:
   // In the place of the pieces claimed: more than any job has.
   static constexpr uint64_t kClosed = 0xFFFFFFFFu;
-  // Longer than the gaps between the operators of a layer, shorter than a step.
+  // Longer than the gaps between the operators of a layer.
   static constexpr std::chrono::microseconds kSpinTime{100};
+  // Longer than the host's work between two parts of a step: to wake a thread takes as
+  // long as a small product. Others that want the core have it meanwhile.
+  static constexpr std::chrono::microseconds kYieldTime{1000};
 
   // A claim succeeds only if the epoch has not changed since the fields were read: who
   // sees a field of the next epoch also sees that this one is closed.
@@ -129,14 +132,16 @@ class Pool {
   }
 
   bool has_changed_soon(uint64_t seen) const {
-    const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
-    do {
+    const auto start = std::chrono::steady_clock::now();
+    for (;;) {
       for (int spins = 0; spins < 64; ++spins) {
         if (claims_.load(std::memory_order_acquire) != seen) return true;
         pause_briefly();
       }
-    } while (std::chrono::steady_clock::now() < deadline);
-    return false;
+      const auto waited = std::chrono::steady_clock::now() - start;
+      if (waited > kYieldTime) return false;
+      if (waited > kSpinTime) sched_yield();
+    }
   }
 
   std::atomic_flag is_busy_ = ATOMIC_FLAG_INIT;
