@@ -371,10 +371,12 @@ class GivenCosts(LinearCosts):
     def __init__(self, costs_ms: Sequence[float]) -> None:
         super().__init__()
         self._costs_ms = np.array(costs_ms)
+        self.num_asked = 0
 
     def step_costs(
         self, num_draft_reqs: int, num_non_draft_tokens: int, max_drafts: int
     ) -> np.ndarray:
+        self.num_asked += 1
         return self._costs_ms[: max_drafts + 1]
 
 
@@ -384,37 +386,48 @@ class Shipped:
     Args:
         past: [2, num_drafts] confidences of the drafts before.
         costs_ms: of a step, by the number of drafts that it verifies.
+        num_rounds: of such a past; of many, a choice stands for some steps.
         is_live: plant a fault: the budget knows the confidences of the drafts at hand.
     """
 
     def __init__(
-        self, past: np.ndarray, costs_ms: Sequence[float], *, is_live: bool = False
+        self,
+        past: np.ndarray,
+        costs_ms: Sequence[float],
+        *,
+        num_rounds: int = 1,
+        is_live: bool = False,
     ) -> None:
         self._past = past
         self._costs_ms = costs_ms
+        self._num_rounds = num_rounds
         self._is_live = is_live
         self.budgets: set[int] = set()
+        # The last plan was made by a choice that stood.
+        self.has_stood = False
 
     def __call__(self, of_requests: list[np.ndarray]) -> list[int]:
         num_reqs, num_drafts = self._past.shape
         verifier = AdaptiveVerifier(num_reqs, num_drafts, torch.device("cpu"))
-        verifier.policy = AdaptiveBudget(GivenCosts(self._costs_ms))
+        costs = GivenCosts(self._costs_ms)
+        verifier.policy = AdaptiveBudget(costs)
         live = np.stack(of_requests)
         rows = np.arange(num_reqs, dtype=np.int32)
         for row in range(num_reqs):
             verifier.add_request(row)
-        for num_scheduled, proposed in (
-            (0, live if self._is_live else self._past),
-            (num_drafts, live),
-        ):
-            self._plan(verifier, rows, num_scheduled)
+        before = live if self._is_live else self._past
+        for round_idx in range(self._num_rounds + 1):
+            proposed = before if round_idx < self._num_rounds else live
+            self._plan(verifier, rows, num_drafts if round_idx else 0)
             drafts = Drafts(
                 torch.zeros(live.shape, dtype=torch.int64),
                 torch.full((num_reqs,), num_drafts, dtype=torch.int32),
                 torch.from_numpy(proposed).float(),
             )
             verifier.observe_drafts(rows, torch.from_numpy(rows), drafts)
+        num_asked = costs.num_asked
         plan = self._plan(verifier, rows, num_drafts)
+        self.has_stood = costs.num_asked == num_asked
         self.budgets.add(plan.draft_budget)
         return plan.admitted.tolist()
 
@@ -449,6 +462,18 @@ def test_the_engines_own_plans_are_lossless():
     # None, some and all.
     assert {0, 6} < budgets
     assert len(budgets) > 2
+
+
+def test_plans_that_stand_are_lossless():
+    num_stood = 0
+    models = Model(2, 3, seed=2), Model(2, 3, seed=3)
+    for num_rounds in range(6, 10):
+        plans = Shipped(past_of(1), STAIRS, num_rounds=num_rounds)
+        law, truth = joint_law(models, plans)
+        assert distance(law, truth) < EXACT
+        assert 0 < min(plans.budgets) <= max(plans.budgets) < 6
+        num_stood += plans.has_stood
+    assert 0 < num_stood < 4
 
 
 def test_a_plan_whose_budget_knows_the_drafts_at_hand_is_seen():

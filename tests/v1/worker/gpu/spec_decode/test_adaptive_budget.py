@@ -222,6 +222,67 @@ def test_a_choice_stands_for_steps_of_its_size_alone():
     assert costs.num_asked == 6
 
 
+CHEAP = {"fixed_ms": 1.0, "token_ms": 1.0, "draft_req_ms": 0.2}
+
+
+def make_standing(confidence: float = 0.75) -> tuple[Steps, Asked]:
+    """Return one request's steps, and their costs, in front of a choice that stands."""
+    costs = Asked(**CHEAP)
+    steps = Steps(1, confidence)
+    steps.policy = AdaptiveBudget(costs)
+    steps.run(30)
+    while steps.policy._num_standing < 3:
+        steps.run(1)
+    costs.num_asked = 0
+    return steps, costs
+
+
+def become(costs: Asked, **numbers: float) -> None:
+    costs.__init__(**numbers)
+    costs.num_asked = 0
+
+
+def test_a_step_of_another_size_ends_a_choice():
+    steps, costs = make_standing()
+    # Drafts are dear now: the step in between makes no choice that stands.
+    become(costs, **DEAR)
+    steps.run(1, caps=[1])
+    costs.num_asked = 0
+    steps.run(1, caps=[3])
+    assert costs.num_asked == 2
+
+
+def test_no_choice_stands_while_drafts_lose():
+    steps, costs = make_standing()
+    become(costs, **CHEAP | {"draft_req_ms": 0.7})
+    steps.run(3)
+    assert costs.num_asked == 0
+    # Each step loses a little: patience is counted in every one.
+    assert steps.run(1)[0].drafts_next
+    assert costs.num_asked == 2
+    steps.run(1)
+    assert costs.num_asked == 4
+
+
+def test_no_choice_stands_where_nothing_could_be_drafted():
+    steps, _ = make_standing()
+    choices = steps.run(2, caps=[0])
+    assert [choice.drafts_next for choice in choices] == [False, False]
+    assert steps.run(1)[0].drafts_next
+
+
+def test_what_a_try_verifies_does_not_stand():
+    steps, costs = make_standing()
+    assert steps.run(1)[0].draft_budget == 2
+    become(costs, **DEAR)
+    while steps.run(1)[0].drafts_next:
+        pass
+    while not steps.run(1)[0].drafts_next:
+        pass
+    become(costs, **CHEAP)
+    assert [choice.draft_budget for choice in steps.run(5)] == [3, 2, 2, 2, 2]
+
+
 def test_costs_are_told_what_steps_took():
     class Learning(LinearCosts):
         def observe(self, *args):
