@@ -15,9 +15,10 @@ VLLM_API int64_t vllm_record_round(const float* probs, const int32_t* num_drafts
                                    const int64_t* tenants, int64_t slot, int64_t num_slots,
                                    float* rounds, int64_t* round_tenants) {
   if (slot < 0 || slot >= num_slots) return 1;
+  for (int64_t req = 0; req < num_reqs; ++req)
+    if (idx_mapping[req] < 0 || idx_mapping[req] >= max_num_reqs) return 1;
   for (int64_t req = 0; req < num_reqs; ++req) {
     const int64_t row = idx_mapping[req];
-    if (row < 0 || row >= max_num_reqs) return 1;
     for (int64_t step = 0; step < max_drafts; ++step)
       live[row * max_drafts + step] = step < num_drafts[req]
                                           ? probs[req * max_drafts + step]

@@ -179,6 +179,14 @@ def test_a_row_outside_the_history_is_refused(ops, row):
             torch.ones(1, MAX_DRAFTS), one, torch.from_numpy(rows), rounds[0].clone(),
             tenants, 0, rounds, round_tenants,
         )  # fmt: skip
+    live = torch.ones(MAX_NUM_REQS, MAX_DRAFTS)
+    with pytest.raises(IndexError, match="a request row"):
+        ops.record_round(
+            torch.zeros(2, MAX_DRAFTS), one.repeat(2),
+            torch.tensor([0, row], dtype=torch.int32), live, tenants, 0, rounds,
+            round_tenants,
+        )  # fmt: skip
+    assert (live == 1).all()
 
 
 @native_ops

@@ -22,7 +22,11 @@ from vllm.v1.worker.gpu.cost_profiler import (
     relative_noise,
     time_shapes,
 )
-from vllm.v1.worker.gpu.dummy_requests import DummyRequests, StepShape
+from vllm.v1.worker.gpu.dummy_requests import (
+    DummyRequests,
+    StepShape,
+    _choose_block_ids,
+)
 from vllm.v1.worker.gpu.spec_decode.adaptive_budget import AdaptiveBudget
 from vllm.v1.worker.gpu.spec_decode.draft_budget import VerifyAll
 
@@ -277,3 +281,20 @@ def test_any_context_can_be_measured(model, cache, max_model_len):
     )
     assert engine.executor.worker.model_runner.req_states.num_reqs == 0
     engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "num_blocks", "num_ids"),
+    [(64, 18, 99), (64, 17, 136), (64, 18, 62), (4, 18, 1000), (3, 4, 4), (2, 1, 1)],
+)
+def test_dummies_that_share_blocks_do_not_write_the_same_ones(
+    num_reqs, num_blocks, num_ids
+):
+    config = SimpleNamespace(num_blocks=num_ids + 1, kv_cache_groups=[])
+    ids = _choose_block_ids(config, num_reqs, num_blocks, torch.device("cuda"))
+    assert ids == list(range(1, 1 + len(ids)))
+    assert len(ids) <= min(num_ids, num_reqs * num_blocks)
+    starts = {req * num_blocks % len(ids) for req in range(num_reqs)}
+    assert len(starts) == min(num_reqs, len(ids))
+    # Few are given up for it.
+    assert len(ids) >= min(num_reqs * num_blocks, num_ids) - num_blocks

@@ -17,6 +17,7 @@ _NUM_ROWS_AT_ONCE = 4096
 _BLOCK = 32
 _MAX_STEP = 127
 _MAX_NIBBLE = 15
+_MAX_HALF = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Blocks:
         """Return a weight [N, size] rounded; size a multiple of 32.
 
         A number is off by half a step at most: in Q8_0 1/254 of the largest of its
-        block, in Q4_1 1/30 of the block's range.
+        block, in Q4_1 1/30 of the block's range; and by what scale and minimum lose in
+        half precision.
 
         Args:
             quant_type: Q8_0 or Q4_1.
@@ -262,7 +264,8 @@ def _encode_q4_1(weight: torch.Tensor) -> torch.Tensor:
     """Return [N, bytes of a row]: of each block scale, minimum and steps in nibbles."""
     values = weight.float().unflatten(1, (-1, _BLOCK))
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
-    scale, minimum = ((high - low) / _MAX_NIBBLE).half(), low.half()
+    scale = ((high - low) / _MAX_NIBBLE).clamp(max=_MAX_HALF).half()
+    minimum = low.clamp(-_MAX_HALF, _MAX_HALF).half()
     # Steps are from what is stored.
     step = scale.float()
     steps = (values - minimum.float()) / step.masked_fill(step == 0, 1.0)

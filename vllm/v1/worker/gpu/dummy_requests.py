@@ -1,5 +1,6 @@
 """Requests of nobody, for steps that are run to be timed before the first real one."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, Self
@@ -163,8 +164,9 @@ class DummyRequests:
             config.model_config.max_model_len,
         )
         num_blocks = -(-num_slots // config.cache_config.block_size)
-        most = len(self._req_ids) * num_blocks
-        ids = _choose_block_ids(self._kv_cache_config, most, self._runner.device)
+        ids = _choose_block_ids(
+            self._kv_cache_config, len(self._req_ids), num_blocks, self._runner.device
+        )
         _write_zeros(self._runner, self._kv_cache_config, ids)
         prompt = [0] * self._prompt_len
         params = SamplingParams(**config.model_config.default_sampling_params)
@@ -181,13 +183,22 @@ class DummyRequests:
 
 
 def _choose_block_ids(
-    config: KVCacheConfig, most: int, device: torch.device
+    config: KVCacheConfig, num_reqs: int, num_blocks: int, device: torch.device
 ) -> list[int]:
-    """Return blocks for the contexts; fewer than `most` are shared among them."""
+    """Return blocks for contexts of num_blocks; if they are too few they are shared.
+
+    Requests take them in turn, from the first again behind the last. As long as there
+    are enough, no two requests have the same block at the same place: what a step
+    writes to one slot twice is not computed twice.
+    """
+    most = num_reqs * num_blocks
     if device.type == "cpu":
         block_bytes = sum(group.block_bytes for group in config.kv_cache_groups)
         most = min(most, max(_MAX_CPU_CONTEXT_BYTES // block_bytes, 1))
-    return list(range(1, 1 + min(most, config.num_blocks - 1)))
+    count = min(most, config.num_blocks - 1)
+    while count // math.gcd(count, num_blocks) < min(num_reqs, count):
+        count -= 1
+    return list(range(1, 1 + count))
 
 
 def _write_zeros(

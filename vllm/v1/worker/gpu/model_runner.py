@@ -280,7 +280,7 @@ class GPUModelRunner:
         max_drafts_np = states.max_num_drafts_np[step.idx_mapping_np]
         plan = self.verifier.plan(step, idx_mapping, max_drafts_np)
         layout = make_verified_layout(step, plan.draft_budget, plan.admitted)
-        input_ids, positions, *logit_rows = lay_out_rows(
+        input_ids, positions, seq_lens, *logit_rows = lay_out_rows(
             states.all_token_ids.gpu,
             states.total_len.gpu,
             states.draft_tokens,
@@ -304,6 +304,7 @@ class GPUModelRunner:
             slot_mapping,
             input_ids,
             positions,
+            seq_lens,
             *logit_rows,
         )
         return batch, plan

@@ -70,7 +70,7 @@ class AdaptiveBudget(BudgetPolicy):
         # Of the last step in which anything could be drafted, and how many sampled.
         self._switch = self._switches[0]
         self._num_reqs = 0
-        # The last step was not weighed.
+        # The last step was one of a pause that was not weighed.
         self._is_passed_over = False
         # What was chosen, in a step of which size, and for how many more it stands.
         self._choice = BudgetChoice(0)
@@ -121,7 +121,7 @@ class AdaptiveBudget(BudgetPolicy):
         return choice
 
     def observe_step(self, timing: StepTiming) -> None:
-        """Refine the costs, by the steps that were weighed."""
+        """Refine the costs, but by the steps that were passed over."""
         if self._is_passed_over:
             return
         self._costs.observe(

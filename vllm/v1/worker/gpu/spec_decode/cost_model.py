@@ -90,7 +90,7 @@ class CostModel:
     def observe(
         self, num_draft_reqs: int, num_tokens: int, step_ms: float, drafted: bool
     ) -> None:
-        """Learn from a step; what is learnt holds from the step after the next.
+        """Learn from a step; nothing is learnt before the step after the next.
 
         The time of a step that drew drafts must not decide about those drafts.
 

@@ -28,7 +28,7 @@ class DraftingSwitch:
 
     @property
     def is_content(self) -> bool:
-        """Whether drafts pay, so that nothing is counted."""
+        """Whether no time is counted as lost."""
         return self._lost_steps == 0.0
 
     def pass_over(self) -> bool:
