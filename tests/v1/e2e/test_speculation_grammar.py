@@ -79,13 +79,20 @@ PLAIN = SamplingParams(temperature=0.0, max_tokens=20)
 TEMPTED = [(tempting(number), PLAIN) for number in range(6)]
 
 
+def run_plain(
+    model: Path, requests: list[tuple[str, SamplingParams]], **kwargs: Any
+) -> list[dict[str, Any]]:
+    """Return what is seen of the answers of an engine without drafts."""
+    engine = TinyEngine(model, **kwargs)
+    outputs = engine.run(requests)
+    engine.shutdown()
+    return list(map(visible, outputs))
+
+
 @pytest.fixture(scope="module")
 def plain_alone(model: Path) -> list[dict[str, Any]]:
     """What the requests without a grammar say one after another, without drafts."""
-    engine = TinyEngine(model, max_num_seqs=1)
-    outputs = engine.run(TEMPTED)
-    engine.shutdown()
-    return list(map(visible, outputs))
+    return run_plain(model, TEMPTED, max_num_seqs=1)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 18])
@@ -324,9 +331,7 @@ def test_a_draft_that_the_library_gives_up_on_is_only_refused(
         grammar=grammar, temperature=0.0, logit_bias={token("o"): 100}, max_tokens=20
     )
     requests = [("xynnnnnn. xynnnnnn. xynnnnnn. ", params)] * 3
-    plain = TinyEngine(model)
-    expected = [visible(output) for output in plain.run(requests)]
-    plain.shutdown()
+    expected = run_plain(model, requests)
     engine = make_engine(drafter, model, tmp_path)
     outputs = engine.run(requests)
     engine.shutdown()
@@ -342,9 +347,7 @@ def test_a_grammar_that_cannot_look_ahead_goes_on_without_drafts(
     monkeypatch.setattr(backend_llguidance, "MAX_RECOMPILE_S", -1.0)
     params = constrained(regex="(abc){9}", temperature=0.0)
     requests = [("abcabcabc", params), ("abcabcabc", PLAIN)] * 2
-    plain = TinyEngine(model)
-    expected = [visible(output) for output in plain.run(requests)]
-    plain.shutdown()
+    expected = run_plain(model, requests)
     engine = make_engine(drafter, model, tmp_path)
     outputs = engine.run(requests)
     engine.shutdown()
