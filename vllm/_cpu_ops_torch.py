@@ -258,11 +258,16 @@ def attend_dense(
     group = query.shape[1] // key.shape[0]
     key, value = (x.repeat_interleave(group, dim=0) for x in (key, value))
     scores = torch.einsum("qhd,hkd->hqk", query.float(), key.float()) * scale
+    # A weight of zero does not hide what is no number, hence only the scores have any:
+    # a row that sees such a key has no number either.
+    is_number = value.float().isfinite()
+    scores = scores.masked_fill(~is_number.all(-1)[:, None], float("nan"))
     if is_causal:
         positions = torch.arange(seq_len, device=query.device)
         is_future = positions > positions[seq_len - query_len :, None]
         scores = scores.masked_fill(is_future, float("-inf"))
-    out = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), value.float())
+    value = value.float().where(is_number, 0.0)
+    out = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), value)
     return out.to(query.dtype)
 
 

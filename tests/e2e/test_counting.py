@@ -193,6 +193,7 @@ def test_a_new_score_of_the_answer_agrees_with_it(
         assert all(abs(one - other) < 1e-3 for one, other in pairs)
 
 
+@bit_for_bit
 @pytest.mark.parametrize("drafting", ["H", ITS_OWN], indirect=True)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_answer_is_the_same_with_drafts(

@@ -23,11 +23,14 @@ def attend(
     block_size: int = 16,
     num_rows: int = 2,
     dtype: torch.dtype = torch.float32,
+    last: float | None = None,
 ) -> torch.Tensor:
     kv_cache = torch.zeros(cpu_kv_cache_shape(3, block_size, 1, 16), dtype=dtype)
     tokens = torch.arange(20)
     slots = torch.tensor([2, 1, 0])[tokens // block_size] * block_size
     key, value = draw(20, 1, 16), draw(20, 1, 17)[..., :16]
+    if last is not None:
+        key[-1] = value[-1] = last
     ops.reshape_and_cache(key, value, kv_cache, slots + tokens % block_size)
     query = draw(num_rows, 3, 16)
     out = torch.full_like(query, float("nan"))
@@ -154,6 +157,15 @@ def test_what_no_half_holds_is_the_largest_and_nan_stays_nan(ops):
 def test_a_cache_of_another_dtype_is_an_error(ops):
     with pytest.raises(ValueError, match="float32"):
         attend(ops, dtype=torch.bfloat16)
+
+
+@all_ops
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_key_that_is_not_seen_may_be_anything(ops, number):
+    shape = {"query_len": 3, "num_rows": 3}
+    plain, spoiled = attend(ops, **shape), attend(ops, **shape, last=float(number))
+    assert torch.equal(plain[:2], spoiled[:2])
+    assert not spoiled[2].isfinite().any()
 
 
 @native_ops

@@ -74,6 +74,11 @@ def _attend_one(
     query_len, seq_len = query.shape[0], keys.shape[1]
     mask = None
     if is_causal and query_len > 1:
+        # A masked key has a weight of zero, which does not hide what is no number: a
+        # rejected draft may be one.
+        unseen = slice(seq_len - query_len + 1, None)
+        if not (keys[:, unseen].sum() + values[:, unseen].sum()).isfinite():
+            return _attend_row_by_row(query, keys, values, scale)
         mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=query.device)
         mask = mask.tril_(seq_len - query_len)
     attended = F.scaled_dot_product_attention(
@@ -85,3 +90,15 @@ def _attend_one(
         enable_gqa=True,
     )
     return attended[0].transpose(0, 1)
+
+
+def _attend_row_by_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend as `_attend_one` does, each row with no more than the keys it sees."""
+    num_seen = range(keys.shape[1] - query.shape[0] + 1, keys.shape[1] + 1)
+    rows = [
+        _attend_one(row, keys[:, :seen], values[:, :seen], scale, True)
+        for row, seen in zip(query.split(1), num_seen, strict=True)
+    ]
+    return torch.cat(rows)

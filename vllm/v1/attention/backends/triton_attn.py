@@ -215,7 +215,18 @@ def _paged_attention_kernel(
             mask=is_key[None, :] & is_dim[:, None],
             other=0.0,
         )
+        value = tl.load(
+            cache_ptr + values_stride + slots[:, None] + dims[None, :],
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        # A weight of zero does not hide what is no number: a rejected draft may be one.
+        # So it goes into the scores, which have a mask.
+        is_number = tl.abs(value.to(tl.float32)) < float("inf")
+        value = tl.where(is_number, value, 0.0)
+        has_numbers = tl.min(is_number.to(tl.int32), axis=1) > 0
         scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(has_numbers[None, :], scores, float("nan"))
         is_seen = is_key[None, :]
         if IS_CAUSAL:
             is_seen = is_seen & (keys[None, :] <= positions[:, None])
@@ -227,11 +238,6 @@ def _paged_attention_kernel(
         alpha = tl.exp(row_max - new_max)
         row_sum = row_sum * alpha + tl.sum(weights, axis=1)
         row_max = new_max
-        value = tl.load(
-            cache_ptr + values_stride + slots[:, None] + dims[None, :],
-            mask=is_key[:, None] & is_dim[None, :],
-            other=0.0,
-        )
         acc = acc * alpha[:, None]
         acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
 
