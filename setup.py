@@ -4,6 +4,7 @@ A machine without CMake or a C++20 compiler gets a warning and a package that ru
 torch twins instead.
 """
 
+import contextlib
 import os
 import platform
 import shutil
@@ -33,19 +34,35 @@ class CMakeBuild(build_ext):
         """Name the library without Python's ABI tag: it does not use Python."""
         return os.path.join(*fullname.split(".")) + ".so"
 
+    def build_extensions(self) -> None:
+        """Build all targets side by side, then each for itself."""
+        # What fails here fails again below, where it is a warning about its extension.
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            self._run_cmake(*map(target_of, self.extensions))
+        super().build_extensions()
+
     def build_extension(self, ext: Extension) -> None:
-        """Configure once, then build the target of `ext`."""
+        """Put the library of `ext` where it belongs."""
         try:
-            self._build_target(ext)
+            self._install_library(ext)
         except (OSError, subprocess.CalledProcessError) as error:
             self.warn(
                 f"{ext.name} was not built ({error}); the slower torch operators will "
                 "run. Install a C++20 compiler and CMake 3.18 or newer, then reinstall."
             )
 
-    def _build_target(self, ext: Extension) -> None:
+    def _install_library(self, ext: Extension) -> None:
+        target = target_of(ext)
+        build_dir = self._run_cmake(target)
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # A new file, never the old one changed: a running server may have it mapped.
+        library.unlink(missing_ok=True)
+        shutil.copy2(build_dir / f"{target}.so", library)
+
+    def _run_cmake(self, *targets: str) -> Path:
+        """Bring targets up to date; return the folder they are in."""
         cmake = find_cmake()
-        target = ext.name.rpartition(".")[2]
         build_dir = (Path(self.build_temp) / "cmake").resolve()
         build_dir.mkdir(parents=True, exist_ok=True)
         subprocess.run(
@@ -54,14 +71,15 @@ class CMakeBuild(build_ext):
             stdout=subprocess.DEVNULL,
         )
         subprocess.run(
-            [cmake, "--build", str(build_dir), "--target", target, "--parallel"],
+            [cmake, "--build", str(build_dir), "--parallel", "--target", *targets],
             check=True,
         )
-        library = Path(self.get_ext_fullpath(ext.name))
-        library.parent.mkdir(parents=True, exist_ok=True)
-        # A new file, never the old one changed: a running server may have it mapped.
-        library.unlink(missing_ok=True)
-        shutil.copy2(build_dir / f"{target}.so", library)
+        return build_dir
+
+
+def target_of(ext: Extension) -> str:
+    """Return the name of the target, and of the file, that CMake builds for `ext`."""
+    return str(ext.name.rpartition(".")[2])
 
 
 def find_cmake() -> str:
