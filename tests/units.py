@@ -12,6 +12,7 @@ UNITS: tuple[tuple[str, ...], ...] = (
         "tests/e2e/test_mixed_batch.py",
         "tests/e2e/test_openai_client.py",
         "tests/e2e/test_speculation.py",
+        "tests/e2e/test_threads.py",
     ),
     # What the tiny model says to each request alone.
     (

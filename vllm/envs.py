@@ -1,6 +1,7 @@
 """Every environment variable that the package reads, with its default and its check."""
 
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     VLLM_CACHE_ROOT: str
     VLLM_TARGET_DEVICE: str
     VLLM_CPU_KVCACHE_SPACE: int
-    VLLM_CPU_OMP_THREADS: int
+    VLLM_CPU_OMP_THREADS_BIND: frozenset[int] | None
     VLLM_CPU_DISABLE_OPS: bool
     VLLM_CPU_ISA: str
     VLLM_ENABLE_V1_MULTIPROCESSING: bool
@@ -82,6 +83,27 @@ def _choice(name: str, default: str, choices: tuple[str, ...]) -> Callable[[], s
     return read
 
 
+def _processors(name: str) -> Callable[[], frozenset[int] | None]:
+    def read() -> frozenset[int] | None:
+        text = os.environ.get(name, "auto").lower()
+        if text in {"auto", "all", "nobind"}:
+            return None
+        processors: set[int] = set()
+        for part in text.split(","):
+            found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip())
+            first, last = found.group(1, 2) if found else (1, 0)
+            named = range(int(first), int(first if last is None else last) + 1)
+            if not named:
+                raise ValueError(
+                    f"{name} must be auto, nobind or the processors of one engine, "
+                    f"such as 0-3,8; got {text!r}"
+                )
+            processors |= set(named)
+        return frozenset(processors)
+
+    return read
+
+
 _READERS: dict[str, Callable[[], Any]] = {
     "VLLM_API_KEY": lambda: os.environ.get("VLLM_API_KEY") or None,
     "VLLM_LOGGING_LEVEL": _choice(
@@ -96,8 +118,8 @@ _READERS: dict[str, Callable[[], Any]] = {
     "VLLM_TARGET_DEVICE": _choice("VLLM_TARGET_DEVICE", "", ("", "cpu", "cuda")),
     # GiB; 0 means a share of the free memory.
     "VLLM_CPU_KVCACHE_SPACE": _integer("VLLM_CPU_KVCACHE_SPACE", 0),
-    # 0 means one thread a core that this process may use.
-    "VLLM_CPU_OMP_THREADS": _integer("VLLM_CPU_OMP_THREADS", 0),
+    # Processors for the engine's threads, such as 0-3,8; None: the system decides.
+    "VLLM_CPU_OMP_THREADS_BIND": _processors("VLLM_CPU_OMP_THREADS_BIND"),
     # 1 runs the torch twins even where the compiled operators are there.
     "VLLM_CPU_DISABLE_OPS": _flag("VLLM_CPU_DISABLE_OPS", False),
     # Empty means the best that the processor runs; base is AVX2 on x86.

@@ -235,8 +235,8 @@ def test_a_broken_chat_template_is_refused_before_the_start(model_dir):
 
 
 def test_a_bad_environment_variable_is_refused(model_dir, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS", "many")
-    with pytest.raises(VLLMValidationError, match="VLLM_CPU_OMP_THREADS"):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "many")
+    with pytest.raises(VLLMValidationError, match="VLLM_CPU_OMP_THREADS_BIND"):
         create(model_dir)
 
 

@@ -116,3 +116,25 @@ def test_available_memory_without_a_limit_is_the_systems(monkeypatch):
     memory = psutil.virtual_memory()._replace(available=12345)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert platforms.available_memory_bytes("cpu") == 12345
+
+
+def test_a_thread_is_bound_to_processors_that_it_may_use(monkeypatch):
+    bound: list[frozenset[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mask: bound.append(mask))
+    platforms.bind_to_processors(frozenset({0, 2}), "HERE")
+    with pytest.raises(
+        UnsupportedError, match=r"HERE .* \[3\]; it may use \[0, 1, 2\]"
+    ):
+        platforms.bind_to_processors(frozenset({2, 3}), "HERE")
+    assert bound == [{0, 2}]
+
+
+def test_others_are_left_the_processors_of_an_engine(monkeypatch):
+    left: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mask: left.append(mask))
+    platforms.leave_processors({0, 2, 7})
+    # All are taken: whoever is left has to share.
+    platforms.leave_processors({0, 1, 2})
+    assert left == [{1}]

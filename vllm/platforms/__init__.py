@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import platform
+from collections.abc import Set
 from typing import Protocol
 
 from vllm import envs
@@ -131,6 +132,35 @@ def num_usable_cpus() -> int:
     if physical and psutil.cpu_count() != physical:
         usable = min(usable, physical)
     return max(usable, 1)
+
+
+def bind_to_processors(processors: Set[int], asked_by: str) -> None:
+    """Run this thread, and those that it starts from now on, on some processors only.
+
+    Args:
+        asked_by: what named them, for the error.
+
+    Raises:
+        UnsupportedError: the system cannot bind threads, or one is not this process's.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise UnsupportedError(f"{asked_by}: this system does not bind threads")
+    usable = os.sched_getaffinity(0)
+    if not processors <= usable:
+        raise UnsupportedError(
+            f"{asked_by} names processors that this process may not use: "
+            f"{sorted(processors - usable)}; it may use {sorted(usable)}"
+        )
+    os.sched_setaffinity(0, processors)
+
+
+def leave_processors(processors: Set[int]) -> None:
+    """Keep this thread away from processors of others, if any are left without them."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    left = os.sched_getaffinity(0) - processors
+    if left:
+        os.sched_setaffinity(0, left)
 
 
 def _has_cuda_driver() -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.tiny_drafter import save_tiny_drafter
 from tests.v1.e2e.tiny_engine import NAN_ID, TinyEngine, save_tiny_model
 from vllm.model_executor.models.qwen3_dspark import DSparkModel
@@ -78,6 +79,7 @@ def test_every_draft_has_a_confidence_and_nothing_else_has(model, tmp_path, meth
         assert (drafts.confidence_probs <= 1).all()
 
 
+@bit_for_bit
 @pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("method", ["draft_model", "dspark", "dflash"])
 def test_a_confidence_does_not_depend_on_its_draft(

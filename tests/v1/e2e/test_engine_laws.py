@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.tiny_drafter import DRAFTERS as TABLE
 from tests.v1.e2e.tiny_drafter import make_drafting_engine
 from tests.v1.e2e.tiny_engine import (
@@ -94,6 +95,7 @@ def healthy_requests() -> list[tuple[str, SamplingParams]]:
     return [(PROMPT * 2, SamplingParams(**params)) for params in HEALTHY]
 
 
+@bit_for_bit
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("counts_nans", ["0", "1"])
 def test_nan_logits_end_their_own_request_only(
@@ -116,6 +118,7 @@ def test_nan_logits_end_their_own_request_only(
     engine.shutdown()
 
 
+@bit_for_bit
 @pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
 def test_a_drafter_of_nans_costs_acceptance_and_nothing_else(
     model, tmp_path, draft_sample_method
@@ -138,6 +141,7 @@ def test_a_drafter_of_nans_costs_acceptance_and_nothing_else(
     assert [visible(output) for output in outputs] == expected
 
 
+@bit_for_bit
 def test_a_drafter_needs_no_tokenizer(model, tmp_path):
     """Ids are drafted, not texts."""
     save_tiny_model(tmp_path, blur=0.05)
@@ -183,6 +187,7 @@ def test_every_request_that_fails_is_named(model):
     assert list(finished) == [good]
 
 
+@bit_for_bit
 @pytest.mark.parametrize(
     ("seed", "drafter"),
     [

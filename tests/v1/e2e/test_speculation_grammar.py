@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.tiny_drafter import KINDS, check_regimes, make_drafting_engine
 from tests.v1.e2e.tiny_engine import TinyEngine, visible
 from tests.v1.engine.fakes import EOS, make_tokenizer
@@ -265,6 +266,7 @@ OPTIONAL = {
 LOOK_ALIKE = '{"name":"no such","note":7,"more":null} {"name":null,"note":"abc"} '
 
 
+@bit_for_bit
 @pytest.mark.parametrize(
     "drafter", ["ngram", "H", "dspark probabilistic", "ngram adaptive"]
 )

@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import FrontendArgs
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import configure_logging, init_logger
+from vllm.platforms import leave_processors
 from vllm.utils.process_heap import settle_heap
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def run_server(args: argparse.Namespace) -> None:
     try:
         loader.join()
         settle_heap()
+        # Not before: the engine's process would have begun with what is left.
+        leave_processors(envs.VLLM_CPU_OMP_THREADS_BIND or frozenset())
         is_healthy = uvloop.run(serve(engine, frontend, listener, start))
     finally:
         engine.shutdown()

@@ -158,7 +158,8 @@ class AttentionBackend(ABC):
         """Write softmax(scale * q k^T) v of every query token into `out`.
 
         Each query token sees the keys of its own request up to its own position, whose
-        absolute value is `seq_lens - query_len + its place in the query`.
+        absolute value is `seq_lens - query_len + its place in the query`. Keys that it
+        does not see may hold anything, also no number: a rejected draft's do.
 
         Args:
             query: [num_tokens, num_heads, head_size].

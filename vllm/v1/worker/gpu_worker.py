@@ -2,13 +2,14 @@
 
 import torch
 
-from vllm import envs, platforms
+from vllm import platforms
 from vllm.config import VllmConfig
 from vllm.exceptions import UnsupportedError
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.cpu_device import take_cpu
 from vllm.v1.worker.gpu.cost_profiler import prepare_cost_model
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.adaptive_budget import AdaptiveBudget
@@ -41,9 +42,7 @@ class Worker:
     def init_device(self) -> None:
         """Take the device and build the rows on it."""
         if self.device.type == "cpu":
-            torch.set_num_threads(
-                envs.VLLM_CPU_OMP_THREADS or platforms.num_usable_cpus()
-            )
+            take_cpu()
         self.model_runner = GPUModelRunner(self.vllm_config, self.device)
 
     def load_model(self) -> None:

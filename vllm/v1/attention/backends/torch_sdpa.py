@@ -76,8 +76,11 @@ def _attend_one(
     if is_causal and query_len > 1:
         # A masked key has a weight of zero, which does not hide what is no number: a
         # rejected draft may be one.
-        unseen = slice(seq_len - query_len + 1, None)
-        if not (keys[:, unseen].sum() + values[:, unseen].sum()).isfinite():
+        unseen = (
+            keys[:, seq_len - query_len + 1 :],
+            values[:, seq_len - query_len + 1 :],
+        )
+        if not all(tokens.isfinite().all() for tokens in unseen):
             return _attend_row_by_row(query, keys, values, scale)
         mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=query.device)
         mask = mask.tril_(seq_len - query_len)

@@ -111,3 +111,15 @@ def test_rejects_half_precision(device):
     rows = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="float32"):
         apply_top_k_top_p(logits, rows, rows, rows.float())
+
+
+@every
+def test_a_row_without_a_number_keeps_nothing_and_harms_no_other(impl, device):
+    nan, low = float("nan"), -INF
+    logits = torch.tensor([[nan] * 3, [low] * 3, [1.0, nan, 2.0]])
+    impl(
+        logits := logits.to(device),
+        torch.tensor([2, 0, 1], dtype=torch.int32, device=device),
+        torch.tensor([0.5, 0.5, 1.0], device=device),
+    )
+    assert logits.isfinite().tolist() == [[False] * 3] * 2 + [[False, False, True]]

@@ -78,8 +78,9 @@ def _top_k_top_p_torch(
     p = top_p[rows].to(torch.float64).unsqueeze(1)
     is_kept = more_likely < p * weights.sum(dim=-1, keepdim=True)
     is_kept |= p >= 1
-    # What is kept is a prefix of the sorted row, and never empty.
-    threshold = ordered.gather(1, is_kept.sum(dim=-1, keepdim=True) - 1)
+    # What is kept is a prefix of the sorted row, empty only where nothing can be kept.
+    last_kept = (is_kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
+    threshold = ordered.gather(1, last_kept)
     threshold = torch.maximum(threshold, kth_largest)
     logits[rows] = filtered.masked_fill_(filtered < threshold, float("-inf"))
 
