@@ -27,4 +27,5 @@ def test_it_measures_the_error_of_a_text(tmp_path: Path, kv_cache_dtype: str) ->
     )
     found = re.search(r"gguf, sea\.txt, .*?([\d.]+) ?%", done.stdout)
     assert found is not None, done.stdout
-    assert 0 < float(found[1]) < 20
+    # Of these weights; others would show.
+    assert 0 < float(found[1]) < 8

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.markers import bit_for_bit
 from tests.v1.e2e.tiny_drafter import check_regimes, make_drafting_engine
 from tests.v1.e2e.tiny_engine import TinyEngine, save_tiny_model, visible
 from tests.v1.engine.fakes import EOS, make_tokenizer
@@ -86,6 +87,7 @@ def expected(alone: TinyEngine, stopped: list[Request]) -> list[dict[str, Any]]:
     return [visible(output) for output in alone.run(stopped)]
 
 
+@bit_for_bit
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_stop_cuts_text_tokens_and_scores_at_one_place(
     model: Path,
@@ -114,6 +116,7 @@ def test_a_stop_cuts_text_tokens_and_scores_at_one_place(
         assert accepted[NUM_DRAFTS] > len(stopped) / 2
 
 
+@bit_for_bit
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_deltas_of_several_tokens_add_up_to_the_answer(
     model: Path, tmp_path: Path, alone: TinyEngine, text: str, drafter: str
@@ -166,6 +169,7 @@ def test_min_tokens_counts_tokens_and_not_steps(
         assert answer.finish_reason == "stop"
 
 
+@bit_for_bit
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_last_token_stands_where_the_context_ends(
     model: Path, tmp_path: Path, alone: TinyEngine, drafter: str

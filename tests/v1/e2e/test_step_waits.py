@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.markers import needs_cpu_ops
 from tests.v1.e2e.budget_policies import Watched
 from tests.v1.e2e.tiny_engine import TinyEngine
 from tests.v1.spec_decode.linear_costs import LinearCosts
@@ -161,6 +162,7 @@ MASKED = {"structured_outputs": StructuredOutputsParams(regex="a{20,40}")}
 SCORED = FORCED | {"logprobs": 2}
 
 
+@needs_cpu_ops
 @pytest.mark.parametrize("params", [FORCED, MASKED], ids=["plain", "grammar"])
 @pytest.mark.parametrize(
     "make_policy",
@@ -185,6 +187,7 @@ def test_fewer_verified_drafts_cost_copies_and_no_wait(
     }
 
 
+@needs_cpu_ops
 def test_log_probabilities_cost_their_copies_and_no_wait(
     model: Path, recorder: Recorder
 ):
