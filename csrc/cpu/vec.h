@@ -22,6 +22,9 @@ struct Vec {
   __m512 v;
 };
 
+// How many Vecs the processor's registers hold.
+constexpr int kRegisters = 32;
+
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline Vec broadcast(float a) { return {_mm512_set1_ps(a)}; }
@@ -73,6 +76,35 @@ struct IntVec {
 inline IntVec broadcast_int(int32_t a) { return {_mm512_set1_epi32(a)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// start, start + 1, ...
+inline IntVec count_from(uint32_t start) {
+  const __m512i lane =
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return {_mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(start)), lane)};
+}
+// ~a where a is negative.
+inline IntVec fold_negative(IntVec a) {
+  return {_mm512_xor_si512(a.v, _mm512_srai_epi32(a.v, 31))};
+}
+
+// Every second lane of an IntVec, with room for a product of two of them. Only the low
+// word of a lane counts; a product's high word is had by `high_words`.
+struct WideVec {
+  __m512i v;
+};
+
+inline WideVec even_lanes(IntVec a) { return {a.v}; }
+inline WideVec odd_lanes(IntVec a) { return {_mm512_srli_epi64(a.v, 32)}; }
+inline IntVec interleave(WideVec even, WideVec odd) {
+  return {_mm512_mask_blend_epi32(0xAAAA, even.v, _mm512_slli_epi64(odd.v, 32))};
+}
+inline WideVec broadcast_word(uint32_t a) {
+  return {_mm512_set1_epi32(static_cast<int>(a))};
+}
+inline WideVec operator^(WideVec a, WideVec b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline WideVec multiply_words(WideVec a, WideVec b) { return {_mm512_mul_epu32(a.v, b.v)}; }
+inline WideVec high_words(WideVec a) { return {_mm512_srli_epi64(a.v, 32)}; }
+
 inline Vec load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -103,7 +135,12 @@ inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 
 //
 // SignedBytes: four values in each lane, of which p has value + 128; their products are
 // summed in an IntVec, any number of them. What is multiplied is value + kBytesOffset.
+//
+// The names differ between the two ways: a library has objects of both, and the linker
+// keeps one of the inline functions of a name. All else here is the same in both.
 #if defined(__AVX512VNNI__)
+inline namespace with_vnni {
+
 using NibbleSums = IntVec;
 
 inline NibbleSums no_products() { return broadcast_int(0); }
@@ -119,7 +156,11 @@ inline SignedBytes load_signed(const uint8_t* p) { return load_bytes(p); }
 inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
   add_products(sums, a, four);
 }
+
+}  // namespace with_vnni
 #else
+inline namespace without_vnni {
+
 struct NibbleSums {
   __m512i pairs;
 };
@@ -157,6 +198,8 @@ inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
   sums.v = _mm512_add_epi32(sums.v, fours);
   asm("" : "+v"(sums.v));
 }
+
+}  // namespace without_vnni
 #endif
 
 #elif defined(__AVX2__)
@@ -164,6 +207,8 @@ inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
 struct Vec {
   __m256 lo, hi;
 };
+
+constexpr int kRegisters = 8;
 
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, Vec a) {
@@ -242,6 +287,40 @@ inline IntVec operator+(IntVec a, IntVec b) {
 inline Vec to_float(IntVec a) {
   return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)};
 }
+inline IntVec count_from(uint32_t start) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(start));
+  return {_mm256_add_epi32(all, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
+          _mm256_add_epi32(all, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
+inline IntVec fold_negative(IntVec a) {
+  return {_mm256_xor_si256(a.lo, _mm256_srai_epi32(a.lo, 31)),
+          _mm256_xor_si256(a.hi, _mm256_srai_epi32(a.hi, 31))};
+}
+
+struct WideVec {
+  __m256i lo, hi;
+};
+
+inline WideVec even_lanes(IntVec a) { return {a.lo, a.hi}; }
+inline WideVec high_words(WideVec a) {
+  return {_mm256_srli_epi64(a.lo, 32), _mm256_srli_epi64(a.hi, 32)};
+}
+inline WideVec odd_lanes(IntVec a) { return high_words({a.lo, a.hi}); }
+inline IntVec interleave(WideVec even, WideVec odd) {
+  return {_mm256_blend_epi32(even.lo, _mm256_slli_epi64(odd.lo, 32), 0xAA),
+          _mm256_blend_epi32(even.hi, _mm256_slli_epi64(odd.hi, 32), 0xAA)};
+}
+inline WideVec broadcast_word(uint32_t a) {
+  const __m256i v = _mm256_set1_epi32(static_cast<int>(a));
+  return {v, v};
+}
+inline WideVec operator^(WideVec a, WideVec b) {
+  return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)};
+}
+inline WideVec multiply_words(WideVec a, WideVec b) {
+  return {_mm256_mul_epu32(a.lo, b.lo), _mm256_mul_epu32(a.hi, b.hi)};
+}
+
 inline Vec load_half(const uint16_t* p) {
   const auto* halves = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(halves)),
@@ -335,6 +414,9 @@ struct Vec {
   float v[kLanes];
 };
 
+// No processor's; fewer would take more tiles than they would save.
+constexpr int kRegisters = 8;
+
 template <typename F>
 inline Vec each_lane(F f) {
   Vec r;
@@ -419,6 +501,57 @@ inline IntVec operator+(IntVec a, IntVec b) {
 inline Vec to_float(IntVec a) {
   return each_lane([&](int i) { return static_cast<float>(a.v[i]); });
 }
+inline IntVec count_from(uint32_t start) {
+  IntVec r;
+  for (int i = 0; i < kLanes; ++i)
+    r.v[i] = static_cast<int32_t>(start + static_cast<uint32_t>(i));
+  return r;
+}
+inline IntVec fold_negative(IntVec a) {
+  for (int32_t& lane : a.v) lane = lane < 0 ? ~lane : lane;
+  return a;
+}
+
+struct WideVec {
+  uint64_t v[kLanes / 2];
+};
+
+template <typename F>
+inline WideVec each_wide_lane(F f) {
+  WideVec r;
+  for (int i = 0; i < kLanes / 2; ++i) r.v[i] = f(i);
+  return r;
+}
+
+inline WideVec even_lanes(IntVec a) {
+  return each_wide_lane([&](int i) { return static_cast<uint32_t>(a.v[2 * i]); });
+}
+inline WideVec odd_lanes(IntVec a) {
+  return each_wide_lane([&](int i) { return static_cast<uint32_t>(a.v[2 * i + 1]); });
+}
+inline IntVec interleave(WideVec even, WideVec odd) {
+  IntVec r;
+  for (int i = 0; i < kLanes / 2; ++i) {
+    r.v[2 * i] = static_cast<int32_t>(static_cast<uint32_t>(even.v[i]));
+    r.v[2 * i + 1] = static_cast<int32_t>(static_cast<uint32_t>(odd.v[i]));
+  }
+  return r;
+}
+inline WideVec broadcast_word(uint32_t a) {
+  return each_wide_lane([&](int) { return a; });
+}
+inline WideVec operator^(WideVec a, WideVec b) {
+  return each_wide_lane([&](int i) { return a.v[i] ^ b.v[i]; });
+}
+inline WideVec multiply_words(WideVec a, WideVec b) {
+  return each_wide_lane([&](int i) {
+    return (a.v[i] & 0xFFFFFFFFu) * (b.v[i] & 0xFFFFFFFFu);
+  });
+}
+inline WideVec high_words(WideVec a) {
+  return each_wide_lane([&](int i) { return a.v[i] >> 32; });
+}
+
 inline float half_to_float(uint16_t half) {
   // The exponent and mantissa in a float's place are the value times 2^-112.
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
