@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-WIDE_BUILDS = ("vllm._C_cpu_avx512", "vllm._C_cpu_avx512_vnni")
+X86_BUILDS = ("vllm._C_cpu_portable", "vllm._C_cpu_avx512", "vllm._C_cpu_avx512_vnni")
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 
@@ -41,23 +41,31 @@ class CMakeBuild(build_ext):
             self._run_cmake(*map(target_of, self.extensions))
         super().build_extensions()
 
+    def copy_extensions_to_source(self) -> None:
+        """Put the libraries into the tree; old ones of their names do not stay."""
+        for ext in self.extensions:
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
     def build_extension(self, ext: Extension) -> None:
-        """Put the library of `ext` where it belongs."""
+        """Put the library of `ext` where it belongs, or nothing."""
+        library = Path(self.get_ext_fullpath(ext.name))
+        # An old one would be loaded. The new one is a new file, never the old one
+        # changed: a running server may have it mapped.
+        library.unlink(missing_ok=True)
         try:
-            self._install_library(ext)
+            self._install_library(ext, library)
         except (OSError, subprocess.CalledProcessError) as error:
             self.warn(
-                f"{ext.name} was not built ({error}); the slower torch operators will "
-                "run. Install a C++20 compiler and CMake 3.18 or newer, then reinstall."
+                f"{ext.name} was not built ({error}): the next best build, or the "
+                "slower torch operators, will run in its place. Install a C++20 "
+                "compiler and CMake 3.18 or newer, then reinstall."
             )
 
-    def _install_library(self, ext: Extension) -> None:
+    def _install_library(self, ext: Extension, library: Path) -> None:
         target = target_of(ext)
         build_dir = self._run_cmake(target)
-        library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        # A new file, never the old one changed: a running server may have it mapped.
-        library.unlink(missing_ok=True)
         shutil.copy2(build_dir / f"{target}.so", library)
 
     def _run_cmake(self, *targets: str) -> Path:
@@ -70,11 +78,20 @@ class CMakeBuild(build_ext):
             check=True,
             stdout=subprocess.DEVNULL,
         )
+        # Without a number make starts every job at once.
+        parallel = ["--parallel", str(num_processors())]
         subprocess.run(
-            [cmake, "--build", str(build_dir), "--parallel", "--target", *targets],
+            [cmake, "--build", str(build_dir), *parallel, "--target", *targets],
             check=True,
         )
         return build_dir
+
+
+def num_processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def target_of(ext: Extension) -> str:
@@ -99,7 +116,7 @@ def find_cmake() -> str:
 setup(
     ext_modules=[
         CMakeExtension("vllm._C_cpu"),
-        *(CMakeExtension(name) for name in (WIDE_BUILDS if IS_X86 else ())),
+        *(CMakeExtension(name) for name in (X86_BUILDS if IS_X86 else ())),
     ],
     cmdclass={"build_ext": CMakeBuild},
 )

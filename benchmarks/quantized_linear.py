@@ -33,7 +33,8 @@ WEIGHT_BYTES = 128 << 20
 READ_BYTES = 512 << 20
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-ISA_FLAGS = {
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "portable": (),
     "base": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512,
     "avx512_vnni": (*AVX512, "-mavx512vnni"),

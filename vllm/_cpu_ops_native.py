@@ -6,6 +6,7 @@ checked here is what would read or write outside a tensor.
 """
 
 import ctypes
+import platform
 from ctypes import c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,14 @@ logger = init_logger(__name__)
 LANES = 16
 
 # Build -> the level of the processor that it needs, the best last.
-ISAS = {"base": 1, "avx512": 2, "avx512_vnni": 3}
+ISAS = {"portable": 0, "base": 1, "avx512": 2, "avx512_vnni": 3}
+
+# What says which level the processor has: a library that runs on all of its kind. Off
+# x86 the base build does.
+_IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
+_RUNS_EVERYWHERE = "portable" if _IS_X86 else "base"
+
+_DIRECTORY = Path(__file__).resolve().parent
 
 # Beside QUANTIZED_FORMATS.
 _FLOAT32_FORMAT = -1
@@ -36,7 +44,6 @@ _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float, "d": c_double}
 # result's.
 # Short functions keep Python's lock: giving it away could cost a switch interval.
 _SHORT = {
-    "vllm_isa_level": ":i",
     "vllm_packed_size": "ii:i",
     "vllm_quantized_size": "iii:i",
     "vllm_quantized_rows": "piiipip:i",
@@ -91,28 +98,52 @@ _LONG = {
 }
 
 
-def load_native_ops(isa: str = "") -> "NativeOps | None":
+def load_native_ops(isa: str = "", directory: Path = _DIRECTORY) -> "NativeOps | None":
     """Return the operators for this processor, or None if they cannot run.
 
     Args:
-        isa: one of ISAS forces a build; empty takes the best.
+        isa: one of ISAS forces a build; empty takes the best that can be loaded.
+        directory: where the libraries are.
     """
-    directory = Path(__file__).resolve().parent
-    base = directory / "_C_cpu.so"
-    if not base.exists():
+    everywhere = directory / library_name(_RUNS_EVERYWHERE)
+    if not everywhere.exists():
         return None
     _preload_openmp()
-    try:
-        ops = NativeOps(base)
-        level = ops.isa_level()
-        for name, needed in reversed(ISAS.items()):
-            suffix = "" if name == "base" else f"_{name}"
-            library = directory / f"_C_cpu{suffix}.so"
-            if isa in ("", name) and level >= needed and library.exists():
-                return ops if library == base else NativeOps(library)
-    except (OSError, AttributeError) as error:
-        logger.warning("The compiled CPU operators cannot be loaded: %s", error)
+    level = read_isa_level(everywhere)
+    for name, needed in reversed(ISAS.items()):
+        library = directory / library_name(name)
+        if isa in ("", name) and level >= needed and library.exists():
+            try:
+                return NativeOps(library)
+            except (OSError, AttributeError) as error:
+                _warn_of(library, error)
     return None
+
+
+def library_name(isa: str) -> str:
+    """Return the name of the file of one of ISAS."""
+    return "_C_cpu.so" if isa == "base" else f"_C_cpu_{isa}.so"
+
+
+def read_isa_level(library: Path) -> int:
+    """Return the best level of ISAS that the processor has; -1 if it cannot be told.
+
+    Args:
+        library: one that every processor of this kind runs.
+    """
+    try:
+        read_level = ctypes.CDLL(str(library)).vllm_isa_level
+    except (OSError, AttributeError) as error:
+        _warn_of(library, error)
+        return -1
+    read_level.restype = c_int64
+    return int(read_level())
+
+
+def _warn_of(library: Path, error: Exception) -> None:
+    logger.warning(
+        "The compiled CPU operators in %s cannot be loaded: %s", library.name, error
+    )
 
 
 def maybe_load_native_ops() -> "NativeOps | None":
@@ -156,10 +187,6 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
                 functions[name.removeprefix("vllm_")] = function
         # Any: the C functions by name; ctypes checks their arguments.
         self._c: Any = SimpleNamespace(**functions)
-
-    def isa_level(self) -> int:
-        """Return 0 if not even the base build runs here, else as in ISAS."""
-        return int(self._c.isa_level())
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         num_columns, size = weight.shape

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm._cpu_ops_checks import check_rows, check_vector
-from vllm._cpu_ops_torch import block_row_bytes
+from vllm._cpu_ops_torch import block_row_bytes, check_quantized_size
 
 # As csrc/cpu/quantized.h counts them.
 QUANTIZED_FORMATS = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "int8": 3}
@@ -141,6 +141,7 @@ class QuantizedOps:
         shape = quant_type, num_columns, size
         # Asked in every product: a look-up costs a tenth of the call.
         if shape not in self._quantized_sizes:
+            check_quantized_size(size)
             self._quantized_sizes[shape] = self._c.quantized_size(
                 QUANTIZED_FORMATS[quant_type], num_columns, size
             )

@@ -36,7 +36,18 @@ def block_row_bytes(quant_type: str, size: int) -> int:
     return size // _BLOCK * (_HEADER_BYTES[quant_type] + values) * is_whole
 
 
+def check_quantized_size(size: int) -> None:
+    """Refuse columns without a value: there is nothing that a scale could be of.
+
+    Raises:
+        ValueError: the weight has no values a column.
+    """
+    if size < 1:
+        raise ValueError(f"a quantised weight cannot have {size} values a column")
+
+
 def pack_blocks(blocks: torch.Tensor, quant_type: str, size: int) -> torch.Tensor:
+    check_quantized_size(size)
     if blocks.shape[1] != block_row_bytes(quant_type, size):
         raise ValueError(
             f"{blocks.shape[1]} bytes a column are not {size} values in {quant_type}"
@@ -45,6 +56,7 @@ def pack_blocks(blocks: torch.Tensor, quant_type: str, size: int) -> torch.Tenso
 
 
 def pack_int8(weight: torch.Tensor) -> torch.Tensor:
+    check_quantized_size(weight.shape[1])
     values, scales = quantize_int8(weight.float())
     # [N, 4 + K]: the scale's bytes, then the values.
     return torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), dim=1)

@@ -97,7 +97,7 @@ def pack_blocks(blocks: torch.Tensor, quant_type: str, size: int) -> torch.Tenso
         uint8, one-dimensional where the compiled operators will read it, else [N, ...].
 
     Raises:
-        ValueError: a row has other bytes.
+        ValueError: a row has other bytes, or no values.
     """
     ops = _cpu_ops_torch if _native is None or not blocks.is_cpu else _native
     return ops.pack_blocks(blocks, quant_type, size)
@@ -111,6 +111,9 @@ def pack_int8(weight: torch.Tensor) -> torch.Tensor:
 
     Returns:
         As `pack_blocks`; the quantisation type is int8.
+
+    Raises:
+        ValueError: a row has no values.
     """
     return _pick(weight).pack_int8(weight)
 

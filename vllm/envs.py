@@ -123,7 +123,9 @@ _READERS: dict[str, Callable[[], Any]] = {
     # 1 runs the torch twins even where the compiled operators are there.
     "VLLM_CPU_DISABLE_OPS": _flag("VLLM_CPU_DISABLE_OPS", False),
     # Empty means the best that the processor runs; base is AVX2 on x86.
-    "VLLM_CPU_ISA": _choice("VLLM_CPU_ISA", "", ("", "base", "avx512", "avx512_vnni")),
+    "VLLM_CPU_ISA": _choice(
+        "VLLM_CPU_ISA", "", ("", "portable", "base", "avx512", "avx512_vnni")
+    ),
     "VLLM_ENABLE_V1_MULTIPROCESSING": _flag("VLLM_ENABLE_V1_MULTIPROCESSING", False),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _flag("VLLM_ALLOW_LONG_MAX_MODEL_LEN", False),
     # Seconds.

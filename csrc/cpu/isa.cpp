@@ -1,8 +1,8 @@
 // Which of the builds this processor can run.
 #include "api.h"
 
-// 0: not even the base build; 1: the base build; 2: also the AVX-512 build; 3: also the
-// one with its dot products of bytes.
+// 0: the portable build only; 1: also the base build; 2: also the AVX-512 build; 3: also
+// the one with its dot products of bytes. Where the base build is the portable one, 1.
 VLLM_API int64_t vllm_isa_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();

@@ -35,7 +35,8 @@ int64_t num_panels(int64_t columns) { return (columns + kLanes - 1) / kLanes; }
 // that a weight is not read again for every few.
 int64_t block_rows(int64_t num_rows, int64_t size) {
   constexpr int64_t kFewestTiles = 4;
-  const int64_t fitting = kRowBlockBytes / (size * 4 * kMaxRows);
+  const int64_t tile_bytes = (size > 0 ? size : 1) * 4 * kMaxRows;
+  const int64_t fitting = kRowBlockBytes / tile_bytes;
   const int64_t even = num_rows / (4 * num_threads() * kMaxRows) + 1;
   const int64_t tiles = even < kFewestTiles ? kFewestTiles : even;
   return kMaxRows * (tiles < fitting ? tiles : (fitting > 0 ? fitting : 1));

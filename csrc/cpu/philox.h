@@ -44,21 +44,15 @@ inline float philox_uniform(const PhiloxKey& key, uint32_t offset) {
   return static_cast<float>(word < 0 ? ~word : word) * kUniformScale;
 }
 
-#if defined(__AVX512F__)
-
-// Words in the low halves of 64-bit lanes; the high halves hold anything.
-inline __m512i philox_words(const PhiloxKey& key, __m512i c0) {
-  const __m512i factor_a = _mm512_set1_epi64(kPhiloxA);
-  const __m512i factor_b = _mm512_set1_epi64(kPhiloxB);
-  __m512i c1 = _mm512_setzero_si512(), c2 = c1, c3 = c1;
+inline WideVec philox_words(const PhiloxKey& key, WideVec c0) {
+  const WideVec factor_a = broadcast_word(kPhiloxA), factor_b = broadcast_word(kPhiloxB);
+  WideVec c1 = broadcast_word(0), c2 = c1, c3 = c1;
 #pragma GCC unroll 10
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    const __m512i a = _mm512_mul_epu32(c0, factor_a);
-    const __m512i b = _mm512_mul_epu32(c2, factor_b);
-    const __m512i low = _mm512_set1_epi32(static_cast<int>(key.lows[round]));
-    const __m512i high = _mm512_set1_epi32(static_cast<int>(key.highs[round]));
-    c0 = _mm512_xor_si512(_mm512_xor_si512(_mm512_srli_epi64(b, 32), c1), low);
-    c2 = _mm512_xor_si512(_mm512_xor_si512(_mm512_srli_epi64(a, 32), c3), high);
+    const WideVec a = multiply_words(c0, factor_a);
+    const WideVec b = multiply_words(c2, factor_b);
+    c0 = high_words(b) ^ c1 ^ broadcast_word(key.lows[round]);
+    c2 = high_words(a) ^ c3 ^ broadcast_word(key.highs[round]);
     c1 = b;
     c3 = a;
   }
@@ -67,56 +61,10 @@ inline __m512i philox_words(const PhiloxKey& key, __m512i c0) {
 
 // The sixteen draws at offset, offset + 1, ...
 inline Vec philox_uniform16(const PhiloxKey& key, uint32_t offset) {
-  const __m512i lane =
-      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i counter = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(offset)), lane);
-  const __m512i even = philox_words(key, counter);
-  const __m512i odd = philox_words(key, _mm512_srli_epi64(counter, 32));
-  const __m512i words = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-  const __m512i folded = _mm512_xor_si512(words, _mm512_srai_epi32(words, 31));
-  return {_mm512_mul_ps(_mm512_cvtepi32_ps(folded), _mm512_set1_ps(kUniformScale))};
+  const IntVec counter = count_from(offset);
+  const IntVec words = interleave(philox_words(key, even_lanes(counter)),
+                                  philox_words(key, odd_lanes(counter)));
+  return to_float(fold_negative(words)) * broadcast(kUniformScale);
 }
-
-#elif defined(__AVX2__)
-
-inline __m256i philox_words(const PhiloxKey& key, __m256i c0) {
-  const __m256i factor_a = _mm256_set1_epi64x(kPhiloxA);
-  const __m256i factor_b = _mm256_set1_epi64x(kPhiloxB);
-  __m256i c1 = _mm256_setzero_si256(), c2 = c1, c3 = c1;
-#pragma GCC unroll 10
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const __m256i a = _mm256_mul_epu32(c0, factor_a);
-    const __m256i b = _mm256_mul_epu32(c2, factor_b);
-    const __m256i low = _mm256_set1_epi32(static_cast<int>(key.lows[round]));
-    const __m256i high = _mm256_set1_epi32(static_cast<int>(key.highs[round]));
-    c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(b, 32), c1), low);
-    c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(a, 32), c3), high);
-    c1 = b;
-    c3 = a;
-  }
-  return c0;
-}
-
-inline __m256 philox_uniform8(const PhiloxKey& key, uint32_t offset) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i counter = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(offset)), lane);
-  const __m256i even = philox_words(key, counter);
-  const __m256i odd = philox_words(key, _mm256_srli_epi64(counter, 32));
-  const __m256i words = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
-  const __m256i folded = _mm256_xor_si256(words, _mm256_srai_epi32(words, 31));
-  return _mm256_mul_ps(_mm256_cvtepi32_ps(folded), _mm256_set1_ps(kUniformScale));
-}
-
-inline Vec philox_uniform16(const PhiloxKey& key, uint32_t offset) {
-  return {philox_uniform8(key, offset), philox_uniform8(key, offset + 8)};
-}
-
-#else
-
-inline Vec philox_uniform16(const PhiloxKey& key, uint32_t offset) {
-  return each_lane([&](int i) { return philox_uniform(key, offset + static_cast<uint32_t>(i)); });
-}
-
-#endif
 
 }  // namespace vllm

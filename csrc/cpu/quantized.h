@@ -41,8 +41,9 @@ inline int64_t panel_bytes(Format format, int64_t size) {
 constexpr int32_t stored_offset(Format format) {
   return format == Format::kQ4_0 ? 8 : format == Format::kQ4_1 ? 0 : 128;
 }
-// The part of it that products leave to be subtracted.
-constexpr int32_t product_offset(Format format) {
+// The part of it that products leave to be subtracted. Never a function of its own: it
+// differs between objects of one library.
+consteval int32_t product_offset(Format format) {
   return has_nibbles(format) ? stored_offset(format) : kBytesOffset;
 }
 

@@ -6,17 +6,11 @@
 namespace vllm {
 
 // Rows and 16-column groups whose sums fit in the registers.
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12;
-constexpr int kMaxQuantizedRows = 12;
+constexpr bool kHasManyRegisters = kRegisters >= 32;
+constexpr int kMaxRows = kHasManyRegisters ? 12 : 6;
+constexpr int kMaxQuantizedRows = kHasManyRegisters ? 12 : 4;
 template <int ROWS>
-constexpr int kGroups = 2;
-#else
-constexpr int kMaxRows = 6;
-constexpr int kMaxQuantizedRows = 4;
-template <int ROWS>
-constexpr int kGroups = ROWS <= 3 ? 2 : 1;
-#endif
+constexpr int kGroups = kHasManyRegisters || ROWS <= 3 ? 2 : 1;
 
 // acc[i][g] += sum over k of a[i * ROW_STEP + k * K_STEP] * b[g][k * ldb + 0..15], one
 // fused multiply-add after the other in the order of k: the bits of a result depend on

@@ -22,6 +22,9 @@ struct Vec {
   __m512 v;
 };
 
+// How many Vecs the processor's registers hold.
+constexpr int kRegisters = 32;
+
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline Vec broadcast(float a) { return {_mm512_set1_ps(a)}; }
@@ -73,6 +76,35 @@ struct IntVec {
 inline IntVec broadcast_int(int32_t a) { return {_mm512_set1_epi32(a)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// start, start + 1, ...
+inline IntVec count_from(uint32_t start) {
+  const __m512i lane =
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return {_mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(start)), lane)};
+}
+// ~a where a is negative.
+inline IntVec fold_negative(IntVec a) {
+  return {_mm512_xor_si512(a.v, _mm512_srai_epi32(a.v, 31))};
+}
+
+// Every second lane of an IntVec, with room for a product of two of them. Only the low
+// word of a lane counts; a product's high word is had by `high_words`.
+struct WideVec {
+  __m512i v;
+};
+
+inline WideVec even_lanes(IntVec a) { return {a.v}; }
+inline WideVec odd_lanes(IntVec a) { return {_mm512_srli_epi64(a.v, 32)}; }
+inline IntVec interleave(WideVec even, WideVec odd) {
+  return {_mm512_mask_blend_epi32(0xAAAA, even.v, _mm512_slli_epi64(odd.v, 32))};
+}
+inline WideVec broadcast_word(uint32_t a) {
+  return {_mm512_set1_epi32(static_cast<int>(a))};
+}
+inline WideVec operator^(WideVec a, WideVec b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline WideVec multiply_words(WideVec a, WideVec b) { return {_mm512_mul_epu32(a.v, b.v)}; }
+inline WideVec high_words(WideVec a) { return {_mm512_srli_epi64(a.v, 32)}; }
+
 inline Vec load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -103,7 +135,12 @@ inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 
 //
 // SignedBytes: four values in each lane, of which p has value + 128; their products are
 // summed in an IntVec, any number of them. What is multiplied is value + kBytesOffset.
+//
+// The names differ between the two ways: a library has objects of both, and the linker
+// keeps one of the inline functions of a name. All else here is the same in both.
 #if defined(__AVX512VNNI__)
+inline namespace with_vnni {
+
 using NibbleSums = IntVec;
 
 inline NibbleSums no_products() { return broadcast_int(0); }
@@ -119,7 +156,11 @@ inline SignedBytes load_signed(const uint8_t* p) { return load_bytes(p); }
 inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
   add_products(sums, a, four);
 }
+
+}  // namespace with_vnni
 #else
+inline namespace without_vnni {
+
 struct NibbleSums {
   __m512i pairs;
 };
@@ -157,6 +198,8 @@ inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
   sums.v = _mm512_add_epi32(sums.v, fours);
   asm("" : "+v"(sums.v));
 }
+
+}  // namespace without_vnni
 #endif
 
 #elif defined(__AVX2__)
@@ -164,6 +207,8 @@ inline void add_signed_products(IntVec& sums, SignedBytes a, int32_t four) {
 struct Vec {
   __m256 lo, hi;
 };
+
+constexpr int kRegisters = 8;
 
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, Vec a) {
@@ -242,6 +287,40 @@ inline IntVec operator+(IntVec a, IntVec b) {
 inline Vec to_float(IntVec a) {
   return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)};
 }
+inline IntVec count_from(uint32_t start) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(start));
+  return {_mm256_add_epi32(all, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
+          _mm256_add_epi32(all, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
+inline IntVec fold_negative(IntVec a) {
+  return {_mm256_xor_si256(a.lo, _mm256_srai_epi32(a.lo, 31)),
+          _mm256_xor_si256(a.hi, _mm256_srai_epi32(a.hi, 31))};
+}
+
+struct WideVec {
+  __m256i lo, hi;
+};
+
+inline WideVec even_lanes(IntVec a) { return {a.lo, a.hi}; }
+inline WideVec high_words(WideVec a) {
+  return {_mm256_srli_epi64(a.lo, 32), _mm256_srli_epi64(a.hi, 32)};
+}
+inline WideVec odd_lanes(IntVec a) { return high_words({a.lo, a.hi}); }
+inline IntVec interleave(WideVec even, WideVec odd) {
+  return {_mm256_blend_epi32(even.lo, _mm256_slli_epi64(odd.lo, 32), 0xAA),
+          _mm256_blend_epi32(even.hi, _mm256_slli_epi64(odd.hi, 32), 0xAA)};
+}
+inline WideVec broadcast_word(uint32_t a) {
+  const __m256i v = _mm256_set1_epi32(static_cast<int>(a));
+  return {v, v};
+}
+inline WideVec operator^(WideVec a, WideVec b) {
+  return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)};
+}
+inline WideVec multiply_words(WideVec a, WideVec b) {
+  return {_mm256_mul_epu32(a.lo, b.lo), _mm256_mul_epu32(a.hi, b.hi)};
+}
+
 inline Vec load_half(const uint16_t* p) {
   const auto* halves = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(halves)),
@@ -331,94 +410,180 @@ inline void add_signed_products(IntVec& sums, const SignedBytes& a, int32_t four
 
 #else
 
+// Four lanes each, as the registers of most processors are. The compiler knows how to
+// do arithmetic on them everywhere; words of memory are little-endian.
+using Floats = float __attribute__((vector_size(16)));
+using Ints = int32_t __attribute__((vector_size(16)));
+using Words = uint32_t __attribute__((vector_size(16)));
+using LongWords = uint64_t __attribute__((vector_size(16)));
+
 struct Vec {
-  float v[kLanes];
+  Floats v[4];
 };
 
-template <typename F>
-inline Vec each_lane(F f) {
-  Vec r;
-  for (int i = 0; i < kLanes; ++i) r.v[i] = f(i);
-  return r;
+// Few processors have more, and smaller tiles are right everywhere.
+constexpr int kRegisters = 8;
+
+// {f(0), ..., f(3)}: a loop would keep the lanes in memory.
+template <typename V, typename F>
+inline __attribute__((always_inline)) V each_part(F f) {
+  return {{f(0), f(1), f(2), f(3)}};
 }
 
 inline Vec load(const float* p) {
-  return each_lane([&](int i) { return p[i]; });
+  Vec r;
+  std::memcpy(r.v, p, sizeof(r.v));
+  return r;
 }
-inline void store(float* p, Vec a) {
-  for (int i = 0; i < kLanes; ++i) p[i] = a.v[i];
-}
+inline void store(float* p, Vec a) { std::memcpy(p, a.v, sizeof(a.v)); }
 inline Vec broadcast(float a) {
-  return each_lane([&](int) { return a; });
+  const Floats v = {a, a, a, a};
+  return {{v, v, v, v}};
 }
+#if defined(__FP_FAST_FMAF)
 inline Vec fma(Vec a, Vec b, Vec c) {
-  return each_lane([&](int i) { return std::fmaf(a.v[i], b.v[i], c.v[i]); });
-}
-inline Vec operator+(Vec a, Vec b) {
-  return each_lane([&](int i) { return a.v[i] + b.v[i]; });
-}
-inline Vec operator-(Vec a, Vec b) {
-  return each_lane([&](int i) { return a.v[i] - b.v[i]; });
-}
-inline Vec operator*(Vec a, Vec b) {
-  return each_lane([&](int i) { return a.v[i] * b.v[i]; });
-}
-inline Vec operator/(Vec a, Vec b) {
-  return each_lane([&](int i) { return a.v[i] / b.v[i]; });
-}
-inline Vec max(Vec a, Vec b) {
-  return each_lane([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
-}
-inline Vec min(Vec a, Vec b) {
-  return each_lane([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
-}
-inline uint32_t greater(Vec a, Vec b) {
-  uint32_t bits = 0;
-  for (int i = 0; i < kLanes; ++i) bits |= uint32_t{a.v[i] > b.v[i]} << i;
-  return bits;
-}
-inline uint32_t greater_equal(Vec a, Vec b) {
-  uint32_t bits = 0;
-  for (int i = 0; i < kLanes; ++i) bits |= uint32_t{a.v[i] >= b.v[i]} << i;
-  return bits;
-}
-inline Vec select(uint32_t bits, Vec a, Vec b) {
-  return each_lane([&](int i) { return (bits >> i) & 1 ? a.v[i] : b.v[i]; });
-}
-inline Vec power_of_two(Vec t) {
-  return each_lane([&](int i) {
-    uint32_t bits;
-    std::memcpy(&bits, &t.v[i], 4);
-    bits = (bits + 127) << 23;
-    float r;
-    std::memcpy(&r, &bits, 4);
+  return each_part<Vec>([&](int i) {
+    Floats r;
+    for (int j = 0; j < 4; ++j) r[j] = std::fmaf(a.v[i][j], b.v[i][j], c.v[i][j]);
     return r;
   });
 }
+#else
+// Much faster than the library's, one lane at a time. The product is exact in double
+// precision; the sum is rounded to an odd number where it is not exact, after which
+// rounding to single precision gives what rounding once would.
+// Source: Boldo and Melquiond, "Emulation of a FMA and Correctly Rounded Sums", 2008.
+inline Floats fma_part(Floats a, Floats b, Floats c) {
+  using Pair = float __attribute__((vector_size(8)));
+  using Doubles = double __attribute__((vector_size(16)));
+  using Bits = int64_t __attribute__((vector_size(16)));
+  Floats r;
+  for (int half = 0; half < 4; half += 2) {
+    const Doubles product = Doubles{a[half], a[half + 1]} * Doubles{b[half], b[half + 1]};
+    const Doubles addend = {c[half], c[half + 1]};
+    Doubles sum = product + addend;
+    const Doubles part = sum - product;
+    const Doubles error = (product - (sum - part)) + (addend - part);
+    // One step away from or towards zero; a NaN is neither above nor below it.
+    const Bits is_above = error > 0.0, is_inexact = is_above | (error < 0.0);
+    const Bits step = is_inexact & ((is_above ^ (sum > 0.0)) | 1);
+    Bits bits = reinterpret_cast<Bits>(sum);
+    bits += step & ((bits & 1) - 1);
+    sum = reinterpret_cast<Doubles>(bits);
+    const Pair rounded = __builtin_convertvector(sum, Pair);
+    r[half] = rounded[0];
+    r[half + 1] = rounded[1];
+  }
+  return r;
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+  return each_part<Vec>([&](int i) { return fma_part(a.v[i], b.v[i], c.v[i]); });
+}
+#endif
+inline Vec operator+(Vec a, Vec b) {
+  return each_part<Vec>([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Vec operator-(Vec a, Vec b) {
+  return each_part<Vec>([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Vec operator*(Vec a, Vec b) {
+  return each_part<Vec>([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Vec operator/(Vec a, Vec b) {
+  return each_part<Vec>([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Vec max(Vec a, Vec b) {
+  return each_part<Vec>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vec min(Vec a, Vec b) {
+  return each_part<Vec>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+// The bits of part i of the lanes.
+inline Ints lane_bits(int i) { return Ints{1, 2, 4, 8} << (4 * i); }
+template <typename F>
+inline uint32_t gather_bits(F f) {
+  const Ints all = (f(0) & lane_bits(0)) | (f(1) & lane_bits(1)) | (f(2) & lane_bits(2)) |
+                   (f(3) & lane_bits(3));
+  return static_cast<uint32_t>(all[0] | all[1] | all[2] | all[3]);
+}
+inline uint32_t greater(Vec a, Vec b) {
+  return gather_bits([&](int i) { return a.v[i] > b.v[i]; });
+}
+inline uint32_t greater_equal(Vec a, Vec b) {
+  return gather_bits([&](int i) { return a.v[i] >= b.v[i]; });
+}
+inline Vec select(uint32_t bits, Vec a, Vec b) {
+  const int32_t all = static_cast<int32_t>(bits);
+  return each_part<Vec>([&](int i) {
+    return (lane_bits(i) & all) != 0 ? a.v[i] : b.v[i];
+  });
+}
+inline Vec power_of_two(Vec t) {
+  return each_part<Vec>([&](int i) {
+    return reinterpret_cast<Floats>((reinterpret_cast<Words>(t.v[i]) + 127) << 23);
+  });
+}
 inline Vec pattern_as_float(Vec a) {
-  return each_lane([&](int i) {
-    int32_t bits;
-    std::memcpy(&bits, &a.v[i], 4);
-    return static_cast<float>(bits);
+  return each_part<Vec>([&](int i) {
+    return __builtin_convertvector(reinterpret_cast<Ints>(a.v[i]), Floats);
   });
 }
 
 struct IntVec {
-  int32_t v[kLanes];
+  Ints v[4];
 };
 
 inline IntVec broadcast_int(int32_t a) {
-  IntVec r;
-  for (int i = 0; i < kLanes; ++i) r.v[i] = a;
-  return r;
+  const Ints v = {a, a, a, a};
+  return {{v, v, v, v}};
 }
 inline IntVec operator+(IntVec a, IntVec b) {
-  for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
-  return a;
+  return each_part<IntVec>([&](int i) { return a.v[i] + b.v[i]; });
 }
 inline Vec to_float(IntVec a) {
-  return each_lane([&](int i) { return static_cast<float>(a.v[i]); });
+  return each_part<Vec>([&](int i) { return __builtin_convertvector(a.v[i], Floats); });
 }
+inline IntVec count_from(uint32_t start) {
+  return each_part<IntVec>([&](int i) {
+    const Words lane = {0, 1, 2, 3};
+    return reinterpret_cast<Ints>(lane + (start + static_cast<uint32_t>(4 * i)));
+  });
+}
+inline IntVec fold_negative(IntVec a) {
+  return each_part<IntVec>([&](int i) { return a.v[i] ^ (a.v[i] >> 31); });
+}
+
+struct WideVec {
+  LongWords v[4];
+};
+
+constexpr uint64_t kLowWord = 0xFFFFFFFF;
+
+inline WideVec even_lanes(IntVec a) {
+  return each_part<WideVec>([&](int i) { return reinterpret_cast<LongWords>(a.v[i]); });
+}
+inline WideVec high_words(WideVec a) {
+  return each_part<WideVec>([&](int i) { return a.v[i] >> 32; });
+}
+inline WideVec odd_lanes(IntVec a) { return high_words(even_lanes(a)); }
+inline IntVec interleave(WideVec even, WideVec odd) {
+  return each_part<IntVec>([&](int i) {
+    return reinterpret_cast<Ints>((even.v[i] & kLowWord) | (odd.v[i] << 32));
+  });
+}
+inline WideVec broadcast_word(uint32_t a) {
+  const LongWords v = {a, a};
+  return {{v, v, v, v}};
+}
+inline WideVec operator^(WideVec a, WideVec b) {
+  return each_part<WideVec>([&](int i) { return a.v[i] ^ b.v[i]; });
+}
+inline WideVec multiply_words(WideVec a, WideVec b) {
+  return each_part<WideVec>([&](int i) {
+    return (a.v[i] & kLowWord) * (b.v[i] & kLowWord);
+  });
+}
+
 inline float half_to_float(uint16_t half) {
   // The exponent and mantissa in a float's place are the value times 2^-112.
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
@@ -435,7 +600,9 @@ inline float half_to_float(uint16_t half) {
   return value;
 }
 inline Vec load_half(const uint16_t* p) {
-  return each_lane([&](int i) { return half_to_float(p[i]); });
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = half_to_float(p[i]);
+  return load(lanes);
 }
 inline uint16_t float_to_half(float value) {
   uint32_t bits;
@@ -457,18 +624,18 @@ inline uint16_t float_to_half(float value) {
   return static_cast<uint16_t>(sign | (half < 0x7C00u ? half : 0x7C00u));
 }
 inline void store_half(uint16_t* p, Vec a) {
-  for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(a.v[i]);
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(lanes[i]);
 }
 inline void store_low_bytes(int8_t* p, Vec a) {
-  for (int i = 0; i < kLanes; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, &a.v[i], 4);
-    p[i] = static_cast<int8_t>(bits);
-  }
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, a.v, sizeof(lanes));
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(lanes[i]);
 }
 
 struct Bytes {
-  uint8_t v[4 * kLanes];
+  Words v[4];
 };
 
 inline Bytes load_bytes(const uint8_t* p) {
@@ -477,22 +644,31 @@ inline Bytes load_bytes(const uint8_t* p) {
   return r;
 }
 inline Bytes low_nibbles(Bytes a) {
-  for (uint8_t& byte : a.v) byte &= 15;
-  return a;
+  return each_part<Bytes>([&](int i) { return a.v[i] & 0x0F0F0F0F; });
 }
 inline Bytes high_nibbles(Bytes a) {
-  for (uint8_t& byte : a.v) byte >>= 4;
-  return a;
+  return each_part<Bytes>([&](int i) { return a.v[i] >> 4 & 0x0F0F0F0F; });
 }
 
 using NibbleSums = IntVec;
 
 inline NibbleSums no_products() { return broadcast_int(0); }
+// The sum of the products of the lowest and the third byte of each lane: a product fits
+// in 16 bits, as 255 * 127 < 2^15.
+inline Ints sum_of_two(Words a, Words four) {
+  using Shorts = int16_t __attribute__((vector_size(16)));
+  const Shorts x = (reinterpret_cast<Shorts>(four) << 8) >> 8;
+  const Shorts values = reinterpret_cast<Shorts>(a & 0x00FF00FF);
+  const Shorts products = values * x;
+  const Ints low = reinterpret_cast<Ints>(reinterpret_cast<Words>(products) << 16) >> 16;
+  return (reinterpret_cast<Ints>(products) >> 16) + low;
+}
 inline void add_products(NibbleSums& sums, Bytes a, int32_t four) {
-  int8_t x[4];
-  std::memcpy(x, &four, 4);
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < 4; ++j) sums.v[i] += a.v[4 * i + j] * x[j];
+  const uint32_t word = static_cast<uint32_t>(four);
+  const Words all = {word, word, word, word};
+  sums = sums + each_part<IntVec>([&](int i) {
+    return sum_of_two(a.v[i], all) + sum_of_two(a.v[i] >> 8, all >> 8);
+  });
 }
 inline IntVec total(NibbleSums sums) { return sums; }
 
@@ -522,15 +698,13 @@ inline float largest(Vec a) {
 }
 #else
 inline float sum(Vec a) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
-  return a.v[0];
+  const Floats q = (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
+  return (q[0] + q[2]) + (q[1] + q[3]);
 }
 inline float largest(Vec a) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i)
-      a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
-  return a.v[0];
+  const auto larger = [](auto x, auto y) { return x > y ? x : y; };
+  const Floats q = larger(larger(a.v[0], a.v[2]), larger(a.v[1], a.v[3]));
+  return larger(larger(q[0], q[2]), larger(q[1], q[3]));
 }
 #endif
 

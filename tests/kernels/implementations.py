@@ -7,10 +7,11 @@ import pytest
 from vllm import _cpu_ops_torch
 from vllm._cpu_ops_native import NativeOps, load_native_ops
 
+PORTABLE = load_native_ops("portable")
 BASE = load_native_ops("base")
 AVX512 = load_native_ops("avx512")
 VNNI = load_native_ops("avx512_vnni")
-BUILDS = [ops for ops in (BASE, AVX512, VNNI) if ops is not None]
+BUILDS = [ops for ops in (PORTABLE, BASE, AVX512, VNNI) if ops is not None]
 
 Ops = NativeOps | ModuleType
 
@@ -21,6 +22,7 @@ def _native(ops: NativeOps | None, name: str) -> object:
 
 
 NATIVE = [
+    _native(PORTABLE, "portable"),
     _native(BASE, "base"),
     _native(AVX512, "avx512"),
     _native(VNNI, "avx512_vnni"),

@@ -70,6 +70,14 @@ def test_reads_strided_rows_in_place(ops):
     assert torch.equal(strided, plain)
 
 
+@all_ops
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_a_product_over_nothing_is_the_bias(ops, num_rows):
+    packed, bias = ops.pack_weight(torch.empty(20, 0)), draw(20)
+    product = ops.packed_linear(torch.empty(num_rows, 0), packed, 20, bias)
+    assert torch.equal(product, bias.expand(num_rows, 20))
+
+
 @native_ops
 def test_no_rows_give_no_rows(ops):
     packed = ops.pack_weight(draw(20, 40))

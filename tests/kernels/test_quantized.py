@@ -272,3 +272,24 @@ def test_four_bits_stay_four_bits(ops, quant_type):
     packed = ops.pack_blocks(blocks_of(draw(32, 576), quant_type), quant_type, 576)
     bits = {"Q4_0": 4.5, "Q4_1": 5.0, "Q8_0": 8.5}
     assert packed.numel() * 8 / (32 * 576) == bits[quant_type]
+
+
+def pack_nothing(ops, quant_type: str) -> torch.Tensor:
+    if quant_type == "int8":
+        return ops.pack_int8(torch.empty(20, 0))
+    return ops.pack_blocks(torch.empty(20, 0, dtype=torch.uint8), quant_type, 0)
+
+
+@all_ops
+@all_types
+def test_refuses_a_weight_without_values(ops, quant_type):
+    with pytest.raises(ValueError, match="0 values"):
+        pack_nothing(ops, quant_type)
+
+
+@native_ops
+@all_types
+def test_refuses_a_product_over_nothing(ops, quant_type):
+    packed = torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="0 values"):
+        ops.quantized_linear(torch.empty(3, 0), packed, quant_type, 20, None)
