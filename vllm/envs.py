@@ -91,14 +91,13 @@ def _processors(name: str) -> Callable[[], frozenset[int] | None]:
         processors: set[int] = set()
         for part in text.split(","):
             found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip())
-            first, last = found.group(1, 2) if found else (1, 0)
-            named = range(int(first), int(first if last is None else last) + 1)
-            if not named:
+            first, last = (int(n) for n in found.groups(found[1])) if found else (0, -1)
+            if last < first:
                 raise ValueError(
                     f"{name} must be auto, nobind or the processors of one engine, "
                     f"such as 0-3,8; got {text!r}"
                 )
-            processors |= set(named)
+            processors.update(range(first, last + 1))
         return frozenset(processors)
 
     return read

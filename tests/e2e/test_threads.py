@@ -1,6 +1,7 @@
 """An engine keeps to its processors, and their number changes no answer."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -20,25 +21,31 @@ def answer(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     return dict(response.json()["choices"][0])
 
 
-@bit_for_bit
-@pytest.mark.skipif(len(USABLE) < 2, reason="needs two processors")
-def test_an_engine_on_one_processor_says_what_one_on_all_says(plain_server: Server):
+@pytest.fixture(scope="module")
+def bound_server() -> Iterator[Server]:
+    """An engine on the first of several processors."""
+    if len(USABLE) < 2:
+        pytest.skip("needs two processors")
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": str(USABLE[0])}
+    running = start_server(*LIMITS, "--speculative-config", "null", env=bind)
+    yield running
+    stop_server(running)
+
+
+def test_engine_and_front_are_in_nobodys_way(bound_server: Server):
     first, *others = USABLE
-    server = start_server(
-        *LIMITS,
-        "--speculative-config",
-        "null",
-        env={"VLLM_CPU_OMP_THREADS_BIND": str(first)},
-    )
-    try:
-        for body in (
-            {"prompt": "The sea " * 100, "temperature": 0, "logprobs": 5},
-            {"prompt": "Once upon a time", "seed": 1, "logprobs": 5},
-        ):
-            body |= {"max_tokens": 40}
-            assert answer(server, body) == answer(plain_server, body)
-        assert psutil.Process(engine_pid(server)).cpu_affinity() == [first]
-        # The process that serves HTTP is not in its way.
-        assert psutil.Process(server.process.pid).cpu_affinity() == others
-    finally:
-        stop_server(server)
+    assert psutil.Process(engine_pid(bound_server)).cpu_affinity() == [first]
+    assert psutil.Process(bound_server.process.pid).cpu_affinity() == others
+
+
+@bit_for_bit
+@pytest.mark.parametrize(
+    "added",
+    [{"prompt": "The sea " * 100, "temperature": 0}, {"prompt": "Once", "seed": 1}],
+    ids=["greedy", "seeded"],
+)
+def test_an_engine_on_one_processor_says_what_one_on_all_says(
+    bound_server: Server, plain_server: Server, added: dict[str, Any]
+):
+    body = added | {"max_tokens": 40, "logprobs": 5}
+    assert answer(bound_server, body) == answer(plain_server, body)

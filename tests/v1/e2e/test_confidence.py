@@ -79,9 +79,11 @@ def test_every_draft_has_a_confidence_and_nothing_else_has(model, tmp_path, meth
         assert (drafts.confidence_probs <= 1).all()
 
 
-@bit_for_bit
 @pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("method", ["draft_model", "dspark", "dflash"])
+# A second proposal of a draft model has fewer tokens to catch up with.
+@pytest.mark.parametrize(
+    "method", [pytest.param("draft_model", marks=bit_for_bit), "dspark", "dflash"]
+)
 def test_a_confidence_does_not_depend_on_its_draft(
     model, tmp_path, monkeypatch, method, draft_sample_method
 ):
