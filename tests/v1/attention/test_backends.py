@@ -143,18 +143,24 @@ def test_mixed_batch_equals_dense_attention(backend, is_causal, head_size, devic
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("where", ["keys", "values", "both"])
-def test_a_key_that_is_not_seen_may_be_anything(backend, number, where, device):
+# The first key that not every row sees, and the last of all.
+@pytest.mark.parametrize("position", [17, 19])
+def test_a_key_that_is_not_seen_may_be_anything(
+    backend, number, where, position, device
+):
     """What a rejected draft has in the cache must not reach the rows before it."""
     batch = make_batch([4, 3], [20, 40], num_heads=2)
     expected = batch.expected(True)
     for tensors, name in ((batch.keys, "values"), (batch.values, "keys")):
         if where != name:
-            tensors[0][18:] = float(number)
+            tensors[0][position] = float(number)
     place = device if backend is TritonAttentionBackend else "cpu"
     actual = run(backend, batch, device=place).double()
-    # Of the first request the last two rows see position 18.
+    # The first request's rows are at the positions 16 to 19.
     are_numbers = actual.isfinite().flatten(1).all(1)
-    assert are_numbers.tolist() == [True] * 2 + [False] * 2 + [True] * 3
+    assert (
+        are_numbers.tolist() == [row < position for row in range(16, 20)] + [True] * 3
+    )
     torch.testing.assert_close(
         actual[are_numbers], expected[are_numbers], rtol=1e-5, atol=1e-5
     )
