@@ -1,7 +1,9 @@
 """When to draft at all: not while it does not pay, but for a try from time to time."""
 
-# Steps' worth of time in a row that may be lost to drafting before it stops: one odd
-# batch shall not stop it, and one dear step shall be enough.
+import math
+
+# Steps' worth of time in a row that one request may lose to drafting before it stops:
+# one odd step shall not stop it, and one dear step shall be enough.
 _PATIENCE = 0.5
 # Steps without drafting before it is tried, and the most they grow to while trying
 # changes nothing: a try costs a proposal and a few drafts to verify.
@@ -13,9 +15,16 @@ _LOOK_INTERVAL = 7
 
 
 class DraftingSwitch:
-    """Counts steps and what they lose: the same ones lead to the same decisions."""
+    """Counts steps and what they lose: the same ones lead to the same decisions.
 
-    def __init__(self) -> None:
+    Args:
+        num_reqs: of the steps, at least. What many requests show on average is no odd
+            case: patience falls with the square root of their number, as the spread of
+            an average does.
+    """
+
+    def __init__(self, num_reqs: int = 1) -> None:
+        self._patience = _PATIENCE / math.sqrt(num_reqs)
         self._lost_steps = 0.0
         self._pause = _FIRST_PAUSE
         self._num_paused = 0
@@ -57,7 +66,7 @@ class DraftingSwitch:
             self._lost_steps, self._num_paused = 0.0, 0
             self._pause = _FIRST_PAUSE
             return True
-        if self._lost_steps < _PATIENCE:
+        if self._lost_steps < self._patience:
             self._lost_steps += 1.0 - speedup
             return True
         self._num_paused += 1
