@@ -50,7 +50,7 @@ class Limits:
             raise SystemExit("the limits need a C++ compiler")
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "limits.so"
-            flags = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
+            flags = ("-O3", "-std=c++20", "-shared", "-fPIC")
             source = REPOSITORY / "benchmarks" / "machine_limits.cpp"
             include = f"-I{REPOSITORY / 'csrc' / 'cpu'}"
             command = [compiler, *flags, *ISA_FLAGS[isa], include, source]

@@ -10,9 +10,9 @@
 #include <memory>
 #include <thread>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+// Of the runtime that torch has loaded, so that both count the same threads, whichever
+// compiler this is; null where there is none.
+extern "C" __attribute__((weak)) int omp_get_max_threads();
 
 namespace vllm {
 
@@ -21,11 +21,7 @@ namespace vllm {
 // aside and that has no work. With more processes than cores that costs a time slice a
 // region, hundreds of times a step.
 inline int num_threads() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
+  return omp_get_max_threads == nullptr ? 1 : omp_get_max_threads();
 }
 
 inline void pause_briefly() {

@@ -6,6 +6,8 @@
 // result depend on its own row and column only.
 #include "quantized.h"
 
+#include <cmath>
+
 #include "parallel.h"
 #include "products.h"
 #include "tile.h"
@@ -77,7 +79,9 @@ class QuantizedRow {
       const float scaled = steps.scale * total;
       std::memcpy(numbers + count_ * 4, &scaled, 4);
     } else {
-      const int32_t correction = -product_offset(F) * static_cast<int32_t>(total);
+      // A row that is not finite has a scale that is none: any sum will do.
+      const auto finite = std::isfinite(total) ? static_cast<int32_t>(total) : 0;
+      const int32_t correction = -product_offset(F) * finite;
       std::memcpy(numbers + count_ * 4, &correction, 4);
     }
   }

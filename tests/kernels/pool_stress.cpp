@@ -8,6 +8,9 @@
 
 #include "parallel.h"
 
+// From the header it would not go with the weak declaration of its sister.
+extern "C" void omp_set_num_threads(int);
+
 int main(int argc, char** argv) {
   const int num_jobs = argc > 1 ? std::atoi(argv[1]) : 0;
   // More threads than cores, so that the system puts some of them aside.

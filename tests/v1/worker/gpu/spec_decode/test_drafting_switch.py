@@ -21,7 +21,8 @@ def test_half_a_step_may_be_lost(speedup, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "speedup", "num_steps"), [(4, 0.9375, 4), (16, 0.9375, 2), (64, 0.5, 1)]
+    ("num_reqs", "speedup", "num_steps"),
+    [(4, 0.9375, 4), (16, 0.9375, 2), (64, 0.5, 1)],
 )
 def test_many_requests_lose_less_before_it_stops(num_reqs, speedup, num_steps):
     decisions = decide(DraftingSwitch(num_reqs), speedup, num_steps + 1)

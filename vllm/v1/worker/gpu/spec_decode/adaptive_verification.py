@@ -80,7 +80,7 @@ class AdaptiveVerifier:
         self._last: _PlannedStep | None = None
         self._step_cost: StepCost | None = None
         self._num_added = 0
-        self._none_admitted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._no_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
     @contextmanager
     def forced_policy(self, policy: BudgetPolicy) -> Iterator[None]:
@@ -181,7 +181,7 @@ class AdaptiveVerifier:
         self, step: ScheduledStep, idx_mapping: torch.Tensor, draft_budget: int
     ) -> torch.Tensor:
         if draft_budget == 0:
-            return self._none_admitted[: len(idx_mapping)]
+            return self._no_drafts[: len(idx_mapping)]
         num_drafts = to_device(step.num_drafts_np, idx_mapping.device)
         if draft_budget == step.num_drafts:
             return num_drafts
