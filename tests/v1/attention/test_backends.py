@@ -325,6 +325,22 @@ def test_cpu_attention_has_the_same_bits_among_many(cache_dtype, is_causal):
         assert torch.equal(actual, expected)
 
 
+@needs_cpu_ops
+@each_cache
+def test_cpu_attention_has_the_same_bits_on_any_number_of_threads(cache_dtype):
+    # A few long ones, whose partitions several threads share.
+    few = make_batch([1, 3], [900, 300], num_heads=4, num_kv_heads=2, head_size=64)
+    num_threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            found.append(run(CPUAttentionBackend, few, cache_dtype=cache_dtype))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def test_selector_takes_the_operators_for_float32_only():
     cpu = torch.device("cpu")
     float32 = CPUAttentionBackend if has_cpu_ops() else TorchSDPABackend
