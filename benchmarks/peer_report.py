@@ -12,7 +12,7 @@ from vllm.benchmarks.client import RequestResult
 from vllm.benchmarks.table import format_table
 
 BASELINE = "llama.cpp"
-OURS = ("off", "adaptive", "float32")
+OURS = ("off", "adaptive", "half", "float32")
 PROMPT, DECODE = "prompt_tokens_per_s", "decode_tokens_per_s"
 BYTES, PRODUCTS = "bytes_per_s", "products_per_s"
 OUTPUT, FIRST = "output_tokens_per_s", "first_token_ms"

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/peers.py --json peers.json --plot peers.png
 
-`off` is this engine's server without drafts, `adaptive` the same as it is by default.
-llama.cpp's server has as many slots as there are requests, and all cores; `pip install
+`off` is this engine's server without drafts, `adaptive` the same as it is by default,
+`half` is `off` with keys and values in half precision, as llama.cpp has them. llama.cpp's server has as many slots as there are requests, and all cores; `pip install
 'vllm[peers]'` compiles it. transformers computes in float32, a batch at a time. vLLM is
 compared where `--vllm-python` names an interpreter that has it.
 
@@ -55,8 +55,11 @@ NUM_THREADS = len(os.sched_getaffinity(0))
 OUR_FLAGS = {
     "off": ["--speculative-config", "null"],
     "adaptive": [],
+    # Keys and values as llama.cpp has them.
+    "half": ["--speculative-config", "null", "--kv-cache-dtype", "float16"],
     "float32": ["--speculative-config", "null", "--quantization", "none"],
 }
+ONLY_IF_NAMED = ("half", "float32")
 ENGINES = (*OUR_FLAGS, BASELINE, "transformers", "vllm")
 # A load has so many requests at least, in waves of as many as run at once.
 MIN_REQUESTS, MAX_WAVES = 16, 4
@@ -221,9 +224,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         type=name_list,
-        default=[name for name in ENGINES if name != "float32"],
+        default=[name for name in ENGINES if name not in ONLY_IF_NAMED],
         metavar="E,E",
-        help=f"of {', '.join(ENGINES)} (default: all but float32 that are there)",
+        help=f"of {', '.join(ENGINES)} (default: those that are there, but for "
+        f"{' and '.join(ONLY_IF_NAMED)})",
     )
     parser.add_argument(
         "--concurrency", type=number_list, default=[1, 8, 32], metavar="N,N"
