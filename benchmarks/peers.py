@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/peers.py --json peers.json --plot peers.png
 
 `off` is this engine's server without drafts, `adaptive` the same as it is by default,
-`half` is `off` with keys and values in half precision, as llama.cpp has them. llama.cpp's server has as many slots as there are requests, and all cores; `pip install
+`half` is `off` with keys and values in half precision, as llama.cpp has them.
+llama.cpp's server has as many slots as there are requests, and all cores; `pip install
 'vllm[peers]'` compiles it. transformers computes in float32, a batch at a time. vLLM is
 compared where `--vllm-python` names an interpreter that has it.
 
