@@ -18,45 +18,6 @@ class StepOps:
     # The C functions by name; ctypes checks their arguments.
     _c: Any
 
-    def lay_out_rows(
-        self,
-        all_token_ids: torch.Tensor,
-        total_len: torch.Tensor,
-        draft_tokens: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        num_tokens: int,
-        cu_num_logits: torch.Tensor,
-        num_logits: int,
-    ) -> tuple[torch.Tensor, ...]:
-        max_num_reqs, max_model_len = all_token_ids.shape
-        (num_reqs,) = idx_mapping.shape
-        longs = _new_vectors([num_tokens] * 2 + [num_logits] * 2, np.int64)
-        ints = _new_vectors([num_reqs] + [num_logits] * 2, np.int32)
-        failed = self._c.lay_out_rows(
-            _address(all_token_ids, max_num_reqs, torch.int32),
-            max_num_reqs,
-            max_model_len,
-            _address(total_len, max_num_reqs, torch.int32),
-            _address(draft_tokens, max_num_reqs, torch.int64),
-            draft_tokens.shape[1],
-            _address(num_computed_tokens, max_num_reqs, torch.int32),
-            _address(idx_mapping, num_reqs, torch.int32),
-            num_reqs,
-            _address(query_start_loc, num_reqs + 1, torch.int32),
-            num_tokens,
-            _address(cu_num_logits, num_reqs + 1, torch.int32),
-            num_logits,
-            *(output.data_ptr() for output in (*longs, *ints)),
-        )
-        if failed:
-            raise IndexError("a row of the step is outside its request's")
-        input_ids, positions, logits_indices, sample_positions = longs
-        seq_lens, *owners = ints
-        tokens = input_ids, positions, seq_lens
-        return *tokens, logits_indices, *owners, sample_positions
-
     def gather_rows(
         self, rows: torch.Tensor, idx_mapping: torch.Tensor, num_columns: int
     ) -> torch.Tensor:
@@ -170,9 +131,9 @@ class StepOps:
         if num_blocks > max_blocks:
             raise IndexError(f"{num_blocks} of {max_blocks} blocks")
         num_tokens = num_reqs * num_slots
-        longs = _new_vectors([num_reqs] * 2 + [num_tokens] * 3, np.int64)
+        longs = new_vectors([num_reqs] * 2 + [num_tokens] * 3, np.int64)
         sizes = [num_reqs + 1, num_reqs, num_reqs, num_reqs * num_blocks]
-        ints = _new_vectors(sizes, np.int32)
+        ints = new_vectors(sizes, np.int32)
         *ints, block_table = ints
         outputs = (*longs, *ints, block_table.view(num_reqs, num_blocks))
         failed = self._c.lay_out_blocks(
@@ -251,36 +212,6 @@ class StepOps:
         if failed:
             raise IndexError(f"the requests do not own {num_logits} logit rows")
         return sampled, num_sampled
-
-    def post_update(
-        self,
-        sampled_token_ids: torch.Tensor,
-        num_sampled: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        all_token_ids: torch.Tensor,
-        total_len: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
-    ) -> None:
-        num_reqs, width = sampled_token_ids.shape
-        max_num_reqs, max_model_len = all_token_ids.shape
-        failed = self._c.post_update(
-            _address(sampled_token_ids, num_reqs, torch.int64),
-            width,
-            _address(num_sampled, num_reqs, torch.int32),
-            _address(cu_num_logits, num_reqs + 1, torch.int32),
-            _address(query_start_loc, num_reqs + 1, torch.int32),
-            _address(idx_mapping, num_reqs, torch.int32),
-            num_reqs,
-            _address(all_token_ids, max_num_reqs, torch.int32),
-            max_num_reqs,
-            max_model_len,
-            _address(total_len, max_num_reqs, torch.int32),
-            _address(num_computed_tokens, max_num_reqs, torch.int32),
-        )
-        if failed:
-            raise IndexError("a sample is outside the request rows")
 
     def admit_drafts(
         self,
@@ -567,7 +498,7 @@ def _new(shape: int | tuple[int, ...], dtype: type[np.generic]) -> torch.Tensor:
     return torch.from_numpy(np.empty(shape, dtype))
 
 
-def _new_vectors(sizes: list[int], dtype: type[np.generic]) -> list[torch.Tensor]:
+def new_vectors(sizes: list[int], dtype: type[np.generic]) -> list[torch.Tensor]:
     """Return as many tensors to write to, one behind the other."""
     array = np.empty(sum(sizes), dtype)
     ends = itertools.accumulate(sizes)

@@ -60,6 +60,11 @@ class ScheduledStep:
         """[num_reqs] int32: logit rows beside the drafts'."""
         return self.is_sampling_np * np.int32(self.num_bonus_tokens)
 
+    @cached_property
+    def exact_layouts(self) -> "dict[int, BatchLayout]":
+        """Layouts of this step that the host knows, by draft budget, once made."""
+        return {}
+
 
 @dataclass(frozen=True)
 class BatchLayout:
@@ -95,6 +100,11 @@ class BatchLayout:
         return len(self.num_scheduled_tokens_np)
 
     @cached_property
+    def max_query_len(self) -> int:
+        """Upper bound of the tokens of a request."""
+        return max(self.num_scheduled_tokens_np.tolist())
+
+    @cached_property
     def is_sampling_np(self) -> np.ndarray:
         """[num_reqs] bool: who owns a row, in either layout."""
         # Comparing takes a third of the time of `np.diff`.
@@ -127,12 +137,12 @@ class BatchLayout:
         """Rows of the scheduled layout: the bound of buffers and grids."""
         return int(self.cu_num_logits_np[-1])
 
-    @property
+    @cached_property
     def is_exact_on_host(self) -> bool:
         """Whether the host knows the verified split."""
         return self.draft_budget in (0, self.num_scheduled_drafts)
 
-    @property
+    @cached_property
     def has_one_row_per_req(self) -> bool:
         """Whether row i is request i's only row."""
         return (

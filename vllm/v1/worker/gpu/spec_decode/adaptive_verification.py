@@ -179,11 +179,11 @@ class AdaptiveVerifier:
     def _admit(
         self, step: ScheduledStep, idx_mapping: torch.Tensor, draft_budget: int
     ) -> torch.Tensor:
-        if draft_budget == 0:
-            return torch.zeros_like(idx_mapping)
         num_drafts = to_device(step.num_drafts_np, idx_mapping.device)
         if draft_budget == step.num_drafts:
             return num_drafts
+        if draft_budget == 0:
+            return torch.zeros_like(idx_mapping)
         return admit_drafts(self._history.live, idx_mapping, num_drafts, draft_budget)
 
     def _observe_last_step(self, step: ScheduledStep, now: float) -> None:

@@ -18,7 +18,21 @@ def make_verified_layout(
         step: as it was scheduled.
         draft_budget: drafts that are verified, over all requests.
         admitted: [num_reqs] int32, on the device: how many leading drafts of each.
+
+    Returns:
+        The same layout whenever the host knows the split.
     """
+    if draft_budget in step.exact_layouts:
+        return step.exact_layouts[draft_budget]
+    layout = _make_layout(step, draft_budget, admitted)
+    if layout.is_exact_on_host:
+        step.exact_layouts[draft_budget] = layout
+    return layout
+
+
+def _make_layout(
+    step: ScheduledStep, draft_budget: int, admitted: torch.Tensor
+) -> BatchLayout:
     cu_num_logits_np = prefix_sum(step.num_bonus_rows_np + step.num_drafts_np)
     if draft_budget == step.num_drafts:
         # All that is scheduled is verified.
