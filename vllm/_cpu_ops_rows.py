@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm._cpu_ops_decoder import address_of
-from vllm._cpu_ops_step import StepOps, new_vectors
+from vllm._cpu_ops_step import StepOps, new
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,13 @@ class LaidOutRows:
         idx_mapping = address_of(layout.idx_mapping, (num_reqs,), torch.int32)
         tokens = address_of(layout.query_start_loc, bounds, torch.int32)
         logits = address_of(layout.cu_num_logits, bounds, torch.int32)
-        [indices] = new_vectors([num_logits], np.int64)
-        self.logit_rows = (indices, *new_vectors([num_logits] * 2, np.int32))
-        self._sizes = [num_tokens, num_tokens, num_tokens, num_logits]
-        self._num_reqs = num_reqs
+        self.logit_rows = (
+            new(num_logits, np.int64),
+            new(num_logits, np.int32),
+            new(num_logits, np.int32),
+        )
+        self._num_reqs, self._num_tokens = num_reqs, num_tokens
+        self._num_logits = num_logits
         self._inputs = (
             *rows.inputs,
             idx_mapping,
@@ -149,16 +152,19 @@ class LaidOutRows:
         Raises:
             IndexError: a token, a logit row or a block is outside its request's.
         """
-        num_reqs = self._num_reqs
-        longs = new_vectors(self._sizes, np.int64)
-        seq_lens, blocks = new_vectors([num_reqs, num_reqs * num_blocks], np.int32)
-        # Of each array the rest stands behind its first vector.
+        num_tokens, num_reqs = self._num_tokens, self._num_reqs
+        outputs = [new(num_tokens, np.int64) for _ in range(3)]
+        outputs += (
+            new(self._num_logits, np.int64),
+            new(num_reqs, np.int32),
+            new((num_reqs, num_blocks), np.int32),
+        )
         failed = self._c.lay_out_step(
-            *self._inputs, num_blocks, longs[0].data_ptr(), seq_lens.data_ptr()
+            *self._inputs, num_blocks, *map(torch.Tensor.data_ptr, outputs)
         )
         if failed:
             raise IndexError("a row of the step is outside its request's")
-        return *longs, seq_lens, blocks.view(num_reqs, num_blocks)
+        return tuple(outputs)
 
     def advance(
         self, sampled_token_ids: torch.Tensor, num_sampled: torch.Tensor

@@ -25,7 +25,7 @@ class StepOps:
         # Any four bytes.
         is_float = rows.dtype is torch.float32
         dtype = torch.float32 if is_float else torch.int32
-        gathered = _new((num_reqs, num_columns), np.float32 if is_float else np.int32)
+        gathered = new((num_reqs, num_columns), np.float32 if is_float else np.int32)
         failed = self._c.gather_rows(
             _address(rows, max_num_reqs, dtype),
             max_num_reqs,
@@ -65,7 +65,7 @@ class StepOps:
     ) -> torch.Tensor:
         num_reqs, num_blocks = block_table.shape
         (num_tokens,) = positions.shape
-        slot_mapping = _new(num_tokens, np.int64)
+        slot_mapping = new(num_tokens, np.int64)
         failed = self._c.compute_slot_mapping(
             _address(block_table, num_reqs, torch.int32),
             num_blocks,
@@ -93,7 +93,7 @@ class StepOps:
     ) -> torch.Tensor:
         (max_num_reqs, max_blocks), (num_reqs,) = block_rows.shape, idx_mapping.shape
         (num_tokens,) = positions.shape
-        slots = _new(num_tokens, np.int64)
+        slots = new(num_tokens, np.int64)
         failed = self._c.context_slots(
             _address(block_rows, max_num_reqs, torch.int32),
             max_num_reqs,
@@ -131,9 +131,9 @@ class StepOps:
         if num_blocks > max_blocks:
             raise IndexError(f"{num_blocks} of {max_blocks} blocks")
         num_tokens = num_reqs * num_slots
-        longs = new_vectors([num_reqs] * 2 + [num_tokens] * 3, np.int64)
+        longs = _new_vectors([num_reqs] * 2 + [num_tokens] * 3, np.int64)
         sizes = [num_reqs + 1, num_reqs, num_reqs, num_reqs * num_blocks]
-        ints = new_vectors(sizes, np.int32)
+        ints = _new_vectors(sizes, np.int32)
         *ints, block_table = ints
         outputs = (*longs, *ints, block_table.view(num_reqs, num_blocks))
         failed = self._c.lay_out_blocks(
@@ -164,8 +164,8 @@ class StepOps:
         (num_reqs,) = admitted.shape
         if counts.shape != (2, num_reqs):
             raise ValueError(f"counts of {tuple(counts.shape)} for {num_reqs} requests")
-        row_sums = _new(num_reqs + 1, np.int32)
-        token_sums = _new(num_reqs + 1, np.int32)
+        row_sums = new(num_reqs + 1, np.int32)
+        token_sums = new(num_reqs + 1, np.int32)
         self._c.add_and_sum(
             _address(counts, 2, torch.int32),
             _address(admitted, num_reqs, torch.int32),
@@ -179,7 +179,7 @@ class StepOps:
         self, input_ids: torch.Tensor, expanded_local_pos: torch.Tensor
     ) -> torch.Tensor:
         (num_logits,) = input_ids.shape
-        drafts = _new(num_logits, np.int64)
+        drafts = new(num_logits, np.int64)
         self._c.drafts_behind(
             _address(input_ids, num_logits, torch.int64),
             _address(expanded_local_pos, num_logits, torch.int32),
@@ -197,8 +197,8 @@ class StepOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (num_logits,) = token_ids.shape
         num_reqs = cu_num_logits.shape[0] - 1
-        sampled = _new((num_reqs, max_rows_per_req), np.int64)
-        num_sampled = _new(num_reqs, np.int32)
+        sampled = new((num_reqs, max_rows_per_req), np.int64)
+        num_sampled = new(num_reqs, np.int32)
         failed = self._c.take_accepted_prefix(
             _address(is_accepted, num_logits, torch.bool),
             _address(token_ids, num_logits, torch.int64),
@@ -222,7 +222,7 @@ class StepOps:
     ) -> torch.Tensor:
         max_num_reqs, max_drafts = confidence_probs.shape
         (num_reqs,) = idx_mapping.shape
-        admitted = _new(num_reqs, np.int32)
+        admitted = new(num_reqs, np.int32)
         failed = self._c.admit_drafts(
             _address(confidence_probs, max_num_reqs, torch.float32),
             max_num_reqs,
@@ -260,7 +260,7 @@ class StepOps:
             )
         if marks.shape != (max_num_reqs, max_drafts):
             raise ValueError(f"marks of {tuple(marks.shape)}")
-        probs = _new((num_reqs, max_drafts), np.float32)
+        probs = new((num_reqs, max_drafts), np.float32)
         failed = self._c.read_curves(
             # A curve a draft, for each way to verify, with a grammar and without.
             _address(curves, num_kinds, torch.float32),
@@ -322,7 +322,7 @@ class StepOps:
         anchor_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         (num_keys,) = seeds.shape
-        keys = _new(num_keys, np.int64)
+        keys = new(num_keys, np.int64)
         anchors = None
         if anchor_positions is not None:
             anchors = _address(anchor_positions, num_keys, torch.int64)
@@ -347,7 +347,7 @@ class StepOps:
         draft_purpose: int,
     ) -> torch.Tensor:
         (max_num_reqs,), (num_reqs,) = seeds.shape, idx_mapping.shape
-        keys = _new((num_steps, num_reqs), np.int64)
+        keys = new((num_steps, num_reqs), np.int64)
         failed = self._c.block_noise_keys(
             _address(seeds, max_num_reqs, torch.int64),
             _address(is_seeded, max_num_reqs, torch.bool),
@@ -385,7 +385,7 @@ class StepOps:
 
     def greedy_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         num_logits, vocab_size = logits.shape
-        token_ids = _new(num_logits, np.int64)
+        token_ids = new(num_logits, np.int64)
         self._c.greedy_argmax(
             *_matrix(logits, vocab_size), num_logits, vocab_size, token_ids.data_ptr()
         )
@@ -409,8 +409,8 @@ class StepOps:
         """
         num_logits = token_ids.shape[0]
         num_reqs = cu_num_logits.shape[0] - 1
-        sampled = _new((num_reqs, max_rows_per_req), np.int64)
-        num_sampled = _new(num_reqs, np.int32)
+        sampled = new((num_reqs, max_rows_per_req), np.int64)
+        num_sampled = new(num_reqs, np.int32)
         failed = self._c.verify_greedy(
             _address(token_ids, num_logits, torch.int64),
             _address(input_ids, num_logits, torch.int64),
@@ -429,7 +429,7 @@ class StepOps:
         self, logits: torch.Tensor, num_candidates: int
     ) -> torch.Tensor:
         num_logits, vocab_size = logits.shape
-        ids = _new((num_logits, num_candidates), np.int64)
+        ids = new((num_logits, num_candidates), np.int64)
         failed = self._c.likeliest_tokens(
             *_matrix(logits, vocab_size),
             num_logits,
@@ -451,7 +451,7 @@ class StepOps:
         expanded_local_pos: torch.Tensor,
     ) -> torch.Tensor:
         num_logits, vocab_size = target_logits.shape
-        is_accepted = _new(num_logits, np.bool_)
+        is_accepted = new(num_logits, np.bool_)
         failed = self._c.accept_drafts(
             *_matrix(target_logits, vocab_size),
             *_draft_rows(draft_logits, vocab_size),
@@ -489,7 +489,7 @@ class StepOps:
             raise IndexError("a rejected draft is outside the drafts' logits")
 
 
-def _new(shape: int | tuple[int, ...], dtype: type[np.generic]) -> torch.Tensor:
+def new(shape: int | tuple[int, ...], dtype: type[np.generic]) -> torch.Tensor:
     """Return a tensor to write to.
 
     By way of NumPy: once the layers have driven its code out of the caches, torch's own
@@ -498,7 +498,7 @@ def _new(shape: int | tuple[int, ...], dtype: type[np.generic]) -> torch.Tensor:
     return torch.from_numpy(np.empty(shape, dtype))
 
 
-def new_vectors(sizes: list[int], dtype: type[np.generic]) -> list[torch.Tensor]:
+def _new_vectors(sizes: list[int], dtype: type[np.generic]) -> list[torch.Tensor]:
     """Return as many tensors to write to, one behind the other."""
     array = np.empty(sum(sizes), dtype)
     ends = itertools.accumulate(sizes)

@@ -30,13 +30,10 @@ VLLM_API int64_t vllm_lay_out_step(
     int64_t block_size, const int32_t* idx_mapping, int64_t num_reqs,
     const int32_t* query_start_loc, int64_t num_tokens, const int32_t* cu_num_logits,
     int64_t num_logits, int64_t* logits_indices, int32_t* expanded_idx_mapping,
-    int32_t* expanded_local_pos, int64_t num_blocks, int64_t* longs, int32_t* seq_lens) {
+    int32_t* expanded_local_pos, int64_t num_blocks, int64_t* input_ids, int64_t* positions,
+    int64_t* slot_mapping, int64_t* sample_positions, int32_t* seq_lens,
+    int32_t* block_table) {
   using namespace vllm;
-  int64_t* input_ids = longs;
-  int64_t* positions = input_ids + num_tokens;
-  int64_t* slot_mapping = positions + num_tokens;
-  int64_t* sample_positions = slot_mapping + num_tokens;
-  int32_t* block_table = seq_lens + num_reqs;
   if (!are_bounds(query_start_loc, num_reqs, num_tokens)) return 1;
   if (!are_bounds(cu_num_logits, num_reqs, num_logits)) return 1;
   if (!are_rows(idx_mapping, num_reqs, max_num_reqs)) return 1;

@@ -100,7 +100,8 @@ def test_a_batch_tells_which_token_rows_have_logits(
     rows_np = np.arange(len(num_tokens), dtype=np.int32)
     rows = torch.from_numpy(rows_np).to(device)
     batch = ib.InputBatch(
-        list("abc")[: len(num_tokens)], rows_np, rows, layout, 9, [0] * len(rows), rows, rows,
+        list("abc")[: len(rows)], rows_np, rows, layout, 9, rows_np.tolist(),
+        rows, rows,
         *ib.lay_out_rows(*make_states(device), rows, layout),
     )  # fmt: skip
     tokens = torch.arange(layout.num_tokens, device=device)

@@ -61,6 +61,11 @@ class ScheduledStep:
         return self.is_sampling_np * np.int32(self.num_bonus_tokens)
 
     @cached_property
+    def exact_admissions(self) -> dict[int, torch.Tensor]:
+        """[num_reqs] int32 each: leading drafts that none and all are, by budget."""
+        return {}
+
+    @cached_property
     def exact_layouts(self) -> "dict[int, BatchLayout]":
         """Layouts of this step that the host knows, by draft budget, once made."""
         return {}

@@ -1,5 +1,6 @@
 """The step: rows in, one forward pass, samples out."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,6 +122,11 @@ class GPUModelRunner:
         self.kv_caches: dict[str, torch.Tensor] = {}
         self.dtype: torch.dtype = getattr(torch, model_config.dtype)
         self._copy_stream = make_copy_stream(device)
+        # No weight asks for a gradient. What the mode spares torch's own operators is
+        # worth entering it only where a step has many of them.
+        self._step_mode: AbstractContextManager[object] = (
+            nullcontext() if device.type == "cpu" else torch.inference_mode()
+        )
         self._executed: _ExecutedStep | None = None
         self._drafts: AsyncDrafts | None = None
 
@@ -165,7 +171,6 @@ class GPUModelRunner:
         if self.speculator is not None:
             self.speculator.profile_run(taps)
 
-    @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Update the rows and run the forward pass of a step.
 
@@ -175,16 +180,27 @@ class GPUModelRunner:
         self._update_rows(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return
-        batch, plan = self._prepare_inputs(scheduler_output)
-        hidden_states, taps = self._forward(batch.input_ids, batch.positions, batch)
+        with self._step_mode:
+            batch, plan = self._prepare_inputs(scheduler_output)
+            hidden_states, taps = self._forward(batch.input_ids, batch.positions, batch)
         self._executed = _ExecutedStep(batch, plan, hidden_states, taps)
 
-    @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample the step that `execute_model` ran and advance the rows."""
         if self._executed is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         executed, self._executed = self._executed, None
+        with self._step_mode:
+            return self._sample_executed(executed, grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the last step proposed; None if there are none."""
+        drafts, self._drafts = self._drafts, None
+        return None if drafts is None else drafts.get_output()
+
+    def _sample_executed(
+        self, executed: _ExecutedStep, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput:
         batch, hidden_states = executed.batch, executed.hidden_states
         sampler_output = self._sample(batch, hidden_states, grammar_output)
         prompt_logprobs = self._compute_prompt_logprobs(batch, hidden_states)
@@ -203,11 +219,6 @@ class GPUModelRunner:
         self._advance_rows(batch, sampler_output)
         self._propose(executed, sampler_output)
         return output.get_output()
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts that the last step proposed; None if there are none."""
-        drafts, self._drafts = self._drafts, None
-        return None if drafts is None else drafts.get_output()
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         left = scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids

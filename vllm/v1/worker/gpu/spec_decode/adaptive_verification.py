@@ -179,12 +179,18 @@ class AdaptiveVerifier:
     def _admit(
         self, step: ScheduledStep, idx_mapping: torch.Tensor, draft_budget: int
     ) -> torch.Tensor:
+        known = step.exact_admissions
+        if draft_budget in known:
+            return known[draft_budget]
         num_drafts = to_device(step.num_drafts_np, idx_mapping.device)
         if draft_budget == step.num_drafts:
-            return num_drafts
-        if draft_budget == 0:
-            return torch.zeros_like(idx_mapping)
-        return admit_drafts(self._history.live, idx_mapping, num_drafts, draft_budget)
+            known[draft_budget] = num_drafts
+        elif draft_budget == 0:
+            known[draft_budget] = torch.zeros_like(idx_mapping)
+        else:
+            live = self._history.live
+            return admit_drafts(live, idx_mapping, num_drafts, draft_budget)
+        return known[draft_budget]
 
     def _observe_last_step(self, step: ScheduledStep, now: float) -> None:
         """Tell the policy how long the last step took, if the engine was busy since."""
