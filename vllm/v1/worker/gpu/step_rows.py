@@ -50,7 +50,7 @@ class StepRows:
             prepared = rows.prepare(num_blocks)
             input_ids, positions, slot_mapping, sample_positions, *lens = prepared
             seq_lens, block_table = lens
-            logit_rows = *rows.logit_rows, sample_positions
+            logit_rows = [*rows.logit_rows, sample_positions]
         else:
             input_ids, positions, seq_lens, *logit_rows = lay_out_rows(
                 self._states.all_token_ids.gpu,
