@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 from vllm.v1.worker.gpu.batch_layout import ScheduledStep
+from vllm.v1.worker.gpu.spec_decode.admitted_drafts import admit_drafts
 from vllm.v1.worker.gpu.spec_decode.verified_layout import make_verified_layout
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu.step_requests import StepReader, StepRequests
@@ -122,21 +123,52 @@ def test_a_request_that_comes_back_under_its_name_is_looked_at_again(device):
     assert requests.scheduled.is_sampling_np.tolist() == [False]
 
 
-def test_layouts_of_budgets_are_kept_apart_and_only_where_the_host_knows_them():
+@pytest.mark.parametrize(
+    ("num_drafts", "admitted"),
+    [
+        ([3, 2], [[0, 0], [3, 2], [1, 1], [2, 0]]),
+        ([0, 3], [[0, 0], [0, 1], [0, 2], [0, 3]]),
+    ],
+)
+def test_a_layout_is_kept_for_each_budget_that_says_what_is_admitted(
+    num_drafts, admitted
+):
+    drafts_np = np.array(num_drafts, np.int32)
     step = ScheduledStep(
-        np.arange(2, dtype=np.int32),
-        np.array([4, 3], np.int32),
-        np.array([3, 2], np.int32),
-        np.array([True, True]),
-        1,
+        np.arange(2, dtype=np.int32), drafts_np + 1, drafts_np, np.ones(2, bool), 1
     )
-    for admitted in ([0, 0], [3, 2], [1, 1], [2, 0]):
-        verified = torch.tensor(admitted, dtype=torch.int32)
-        layout = make_verified_layout(step, sum(admitted), verified)
-        assert layout.cu_num_logits.diff().tolist() == [kept + 1 for kept in admitted]
-        assert layout.draft_budget == sum(admitted)
-        again = make_verified_layout(step, sum(admitted), verified)
-        assert (again is layout) == layout.is_exact_on_host
+    for counts in admitted:
+        verified, budget = torch.tensor(counts, dtype=torch.int32), sum(counts)
+        layout = make_verified_layout(step, budget, verified)
+        for sums in layout.cu_num_logits, layout.query_start_loc:
+            assert sums.diff().tolist() == [kept + 1 for kept in counts]
+        assert layout.draft_budget == budget
+        again = make_verified_layout(step, budget, verified)
+        assert (again is layout) == (step.settle(budget) is not None)
+
+
+@pytest.mark.parametrize("num_drafts", [[3, 2], [0, 3, 0], [3], [0, 0]])
+def test_what_a_budget_admits_by_itself_is_what_any_ranking_admits(num_drafts):
+    drafts_np = np.array(num_drafts, np.int32)
+    rows_np = np.arange(len(drafts_np), dtype=np.int32)
+    step = ScheduledStep(rows_np, drafts_np + 1, drafts_np, rows_np >= 0, 1)
+    for confidences in (
+        torch.rand(8, NUM_DRAFTS),
+        torch.zeros(8, NUM_DRAFTS),
+        torch.full((8, NUM_DRAFTS), float("nan")),
+    ):
+        for budget in range(step.num_drafts + 1):
+            settled = step.settle(budget)
+            ranked = admit_drafts(
+                confidences,
+                torch.from_numpy(rows_np),
+                torch.from_numpy(drafts_np),
+                budget,
+            )
+            assert settled is None or settled.dtype == np.int32
+            assert settled is None or settled.tolist() == ranked.tolist()
+    # With two requests that have drafts the confidences say which are admitted.
+    assert (step.settle(1) is None) == (num_drafts == [3, 2])
 
 
 @pytest.mark.parametrize("seed", range(20))

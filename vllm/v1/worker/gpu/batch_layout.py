@@ -61,13 +61,28 @@ class ScheduledStep:
         return self.is_sampling_np * np.int32(self.num_bonus_tokens)
 
     @cached_property
-    def exact_admissions(self) -> dict[int, torch.Tensor]:
-        """[num_reqs] int32 each: leading drafts that none and all are, by budget."""
+    def num_draft_reqs(self) -> int:
+        """Requests with scheduled drafts."""
+        return sum(map(bool, self.num_drafts_np.tolist()))
+
+    def settle(self, draft_budget: int) -> np.ndarray | None:
+        """Return [num_reqs] int32, the drafts of each that a budget alone admits.
+
+        It does where none or all are verified, or where one request has them all: what
+        is admitted are leading drafts. None: only the device knows.
+        """
+        if self.num_draft_reqs > 1 and draft_budget not in (0, self.num_drafts):
+            return None
+        return np.minimum(self.num_drafts_np, np.int32(draft_budget))
+
+    @cached_property
+    def settled_admissions(self) -> dict[int, torch.Tensor]:
+        """What `settle` returned, on the device, by draft budget; filled when asked."""
         return {}
 
     @cached_property
-    def exact_layouts(self) -> "dict[int, BatchLayout]":
-        """Layouts of this step that the host knows, by draft budget, once made."""
+    def settled_layouts(self) -> "dict[int, BatchLayout]":
+        """The layouts of the same budgets; filled when asked."""
         return {}
 
 

@@ -179,17 +179,14 @@ class AdaptiveVerifier:
     def _admit(
         self, step: ScheduledStep, idx_mapping: torch.Tensor, draft_budget: int
     ) -> torch.Tensor:
-        known = step.exact_admissions
-        if draft_budget in known:
-            return known[draft_budget]
-        num_drafts = to_device(step.num_drafts_np, idx_mapping.device)
-        if draft_budget == step.num_drafts:
-            known[draft_budget] = num_drafts
-        elif draft_budget == 0:
-            known[draft_budget] = torch.zeros_like(idx_mapping)
-        else:
-            live = self._history.live
-            return admit_drafts(live, idx_mapping, num_drafts, draft_budget)
+        known = step.settled_admissions
+        if draft_budget not in known:
+            device, settled = idx_mapping.device, step.settle(draft_budget)
+            if settled is None:
+                num_drafts = to_device(step.num_drafts_np, device)
+                live = self._history.live
+                return admit_drafts(live, idx_mapping, num_drafts, draft_budget)
+            known[draft_budget] = to_device(settled, device)
         return known[draft_budget]
 
     def _observe_last_step(self, step: ScheduledStep, now: float) -> None:
