@@ -118,7 +118,7 @@ class FusedLayers:
         seq_lens: torch.Tensor,
         is_causal: bool,
         tap_layer_ids: Sequence[int],
-        taps: torch.Tensor,
+        taps: torch.Tensor | None,
     ) -> None:
         """Run all layers.
 
@@ -133,7 +133,8 @@ class FusedLayers:
             is_causal: False lets a query see every key of its request.
             tap_layer_ids: i is the stream that enters layer i; the number of layers is
                 the stream in the end.
-            taps: [len(tap_layer_ids), T, hidden_size] float32, written.
+            taps: [len(tap_layer_ids), T, hidden_size] float32, written; None
+                without taps.
 
         Raises:
             IndexError: a position, slot or block is outside; nothing was changed.
@@ -154,7 +155,8 @@ class FusedLayers:
             seq_lens,
             is_causal,
         )
-        self._add_taps(step, tap_layer_ids, taps)
+        if taps is not None:
+            self._add_taps(step, tap_layer_ids, taps)
         outside = self._ops.decoder_layers(
             self.address,
             len(self._layers),

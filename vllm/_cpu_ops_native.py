@@ -53,7 +53,7 @@ _SHORT = {
     "vllm_reshape_and_cache": "pipipipiiiii:i",
     "vllm_context_slots": "piippppiiiip:i",
     "vllm_lay_out_blocks": "ppppiiiiiiiiiiippppppppp:i",
-    "vllm_lay_out_rows": "piippippipipippppppp:i",
+    "vllm_lay_out_step": "piippippiipipipipppipppppp:i",
     "vllm_gather_rows": "piipiip:i",
     "vllm_scatter_rows": "pipipi:i",
     "vllm_compute_slot_mapping": "piipipiip:i",

@@ -18,45 +18,6 @@ class StepOps:
     # The C functions by name; ctypes checks their arguments.
     _c: Any
 
-    def lay_out_rows(
-        self,
-        all_token_ids: torch.Tensor,
-        total_len: torch.Tensor,
-        draft_tokens: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        num_tokens: int,
-        cu_num_logits: torch.Tensor,
-        num_logits: int,
-    ) -> tuple[torch.Tensor, ...]:
-        max_num_reqs, max_model_len = all_token_ids.shape
-        (num_reqs,) = idx_mapping.shape
-        longs = _new_vectors([num_tokens] * 2 + [num_logits] * 2, np.int64)
-        ints = _new_vectors([num_reqs] + [num_logits] * 2, np.int32)
-        failed = self._c.lay_out_rows(
-            _address(all_token_ids, max_num_reqs, torch.int32),
-            max_num_reqs,
-            max_model_len,
-            _address(total_len, max_num_reqs, torch.int32),
-            _address(draft_tokens, max_num_reqs, torch.int64),
-            draft_tokens.shape[1],
-            _address(num_computed_tokens, max_num_reqs, torch.int32),
-            _address(idx_mapping, num_reqs, torch.int32),
-            num_reqs,
-            _address(query_start_loc, num_reqs + 1, torch.int32),
-            num_tokens,
-            _address(cu_num_logits, num_reqs + 1, torch.int32),
-            num_logits,
-            *(output.data_ptr() for output in (*longs, *ints)),
-        )
-        if failed:
-            raise IndexError("a row of the step is outside its request's")
-        input_ids, positions, logits_indices, sample_positions = longs
-        seq_lens, *owners = ints
-        tokens = input_ids, positions, seq_lens
-        return *tokens, logits_indices, *owners, sample_positions
-
     def gather_rows(
         self, rows: torch.Tensor, idx_mapping: torch.Tensor, num_columns: int
     ) -> torch.Tensor:
@@ -64,7 +25,7 @@ class StepOps:
         # Any four bytes.
         is_float = rows.dtype is torch.float32
         dtype = torch.float32 if is_float else torch.int32
-        gathered = _new((num_reqs, num_columns), np.float32 if is_float else np.int32)
+        gathered = new((num_reqs, num_columns), np.float32 if is_float else np.int32)
         failed = self._c.gather_rows(
             _address(rows, max_num_reqs, dtype),
             max_num_reqs,
@@ -104,7 +65,7 @@ class StepOps:
     ) -> torch.Tensor:
         num_reqs, num_blocks = block_table.shape
         (num_tokens,) = positions.shape
-        slot_mapping = _new(num_tokens, np.int64)
+        slot_mapping = new(num_tokens, np.int64)
         failed = self._c.compute_slot_mapping(
             _address(block_table, num_reqs, torch.int32),
             num_blocks,
@@ -132,7 +93,7 @@ class StepOps:
     ) -> torch.Tensor:
         (max_num_reqs, max_blocks), (num_reqs,) = block_rows.shape, idx_mapping.shape
         (num_tokens,) = positions.shape
-        slots = _new(num_tokens, np.int64)
+        slots = new(num_tokens, np.int64)
         failed = self._c.context_slots(
             _address(block_rows, max_num_reqs, torch.int32),
             max_num_reqs,
@@ -203,8 +164,8 @@ class StepOps:
         (num_reqs,) = admitted.shape
         if counts.shape != (2, num_reqs):
             raise ValueError(f"counts of {tuple(counts.shape)} for {num_reqs} requests")
-        row_sums = _new(num_reqs + 1, np.int32)
-        token_sums = _new(num_reqs + 1, np.int32)
+        row_sums = new(num_reqs + 1, np.int32)
+        token_sums = new(num_reqs + 1, np.int32)
         self._c.add_and_sum(
             _address(counts, 2, torch.int32),
             _address(admitted, num_reqs, torch.int32),
@@ -218,7 +179,7 @@ class StepOps:
         self, input_ids: torch.Tensor, expanded_local_pos: torch.Tensor
     ) -> torch.Tensor:
         (num_logits,) = input_ids.shape
-        drafts = _new(num_logits, np.int64)
+        drafts = new(num_logits, np.int64)
         self._c.drafts_behind(
             _address(input_ids, num_logits, torch.int64),
             _address(expanded_local_pos, num_logits, torch.int32),
@@ -236,8 +197,8 @@ class StepOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (num_logits,) = token_ids.shape
         num_reqs = cu_num_logits.shape[0] - 1
-        sampled = _new((num_reqs, max_rows_per_req), np.int64)
-        num_sampled = _new(num_reqs, np.int32)
+        sampled = new((num_reqs, max_rows_per_req), np.int64)
+        num_sampled = new(num_reqs, np.int32)
         failed = self._c.take_accepted_prefix(
             _address(is_accepted, num_logits, torch.bool),
             _address(token_ids, num_logits, torch.int64),
@@ -252,36 +213,6 @@ class StepOps:
             raise IndexError(f"the requests do not own {num_logits} logit rows")
         return sampled, num_sampled
 
-    def post_update(
-        self,
-        sampled_token_ids: torch.Tensor,
-        num_sampled: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        all_token_ids: torch.Tensor,
-        total_len: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
-    ) -> None:
-        num_reqs, width = sampled_token_ids.shape
-        max_num_reqs, max_model_len = all_token_ids.shape
-        failed = self._c.post_update(
-            _address(sampled_token_ids, num_reqs, torch.int64),
-            width,
-            _address(num_sampled, num_reqs, torch.int32),
-            _address(cu_num_logits, num_reqs + 1, torch.int32),
-            _address(query_start_loc, num_reqs + 1, torch.int32),
-            _address(idx_mapping, num_reqs, torch.int32),
-            num_reqs,
-            _address(all_token_ids, max_num_reqs, torch.int32),
-            max_num_reqs,
-            max_model_len,
-            _address(total_len, max_num_reqs, torch.int32),
-            _address(num_computed_tokens, max_num_reqs, torch.int32),
-        )
-        if failed:
-            raise IndexError("a sample is outside the request rows")
-
     def admit_drafts(
         self,
         confidence_probs: torch.Tensor,
@@ -291,7 +222,7 @@ class StepOps:
     ) -> torch.Tensor:
         max_num_reqs, max_drafts = confidence_probs.shape
         (num_reqs,) = idx_mapping.shape
-        admitted = _new(num_reqs, np.int32)
+        admitted = new(num_reqs, np.int32)
         failed = self._c.admit_drafts(
             _address(confidence_probs, max_num_reqs, torch.float32),
             max_num_reqs,
@@ -329,7 +260,7 @@ class StepOps:
             )
         if marks.shape != (max_num_reqs, max_drafts):
             raise ValueError(f"marks of {tuple(marks.shape)}")
-        probs = _new((num_reqs, max_drafts), np.float32)
+        probs = new((num_reqs, max_drafts), np.float32)
         failed = self._c.read_curves(
             # A curve a draft, for each way to verify, with a grammar and without.
             _address(curves, num_kinds, torch.float32),
@@ -391,7 +322,7 @@ class StepOps:
         anchor_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         (num_keys,) = seeds.shape
-        keys = _new(num_keys, np.int64)
+        keys = new(num_keys, np.int64)
         anchors = None
         if anchor_positions is not None:
             anchors = _address(anchor_positions, num_keys, torch.int64)
@@ -416,7 +347,7 @@ class StepOps:
         draft_purpose: int,
     ) -> torch.Tensor:
         (max_num_reqs,), (num_reqs,) = seeds.shape, idx_mapping.shape
-        keys = _new((num_steps, num_reqs), np.int64)
+        keys = new((num_steps, num_reqs), np.int64)
         failed = self._c.block_noise_keys(
             _address(seeds, max_num_reqs, torch.int64),
             _address(is_seeded, max_num_reqs, torch.bool),
@@ -454,7 +385,7 @@ class StepOps:
 
     def greedy_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         num_logits, vocab_size = logits.shape
-        token_ids = _new(num_logits, np.int64)
+        token_ids = new(num_logits, np.int64)
         self._c.greedy_argmax(
             *_matrix(logits, vocab_size), num_logits, vocab_size, token_ids.data_ptr()
         )
@@ -478,8 +409,8 @@ class StepOps:
         """
         num_logits = token_ids.shape[0]
         num_reqs = cu_num_logits.shape[0] - 1
-        sampled = _new((num_reqs, max_rows_per_req), np.int64)
-        num_sampled = _new(num_reqs, np.int32)
+        sampled = new((num_reqs, max_rows_per_req), np.int64)
+        num_sampled = new(num_reqs, np.int32)
         failed = self._c.verify_greedy(
             _address(token_ids, num_logits, torch.int64),
             _address(input_ids, num_logits, torch.int64),
@@ -498,7 +429,7 @@ class StepOps:
         self, logits: torch.Tensor, num_candidates: int
     ) -> torch.Tensor:
         num_logits, vocab_size = logits.shape
-        ids = _new((num_logits, num_candidates), np.int64)
+        ids = new((num_logits, num_candidates), np.int64)
         failed = self._c.likeliest_tokens(
             *_matrix(logits, vocab_size),
             num_logits,
@@ -520,7 +451,7 @@ class StepOps:
         expanded_local_pos: torch.Tensor,
     ) -> torch.Tensor:
         num_logits, vocab_size = target_logits.shape
-        is_accepted = _new(num_logits, np.bool_)
+        is_accepted = new(num_logits, np.bool_)
         failed = self._c.accept_drafts(
             *_matrix(target_logits, vocab_size),
             *_draft_rows(draft_logits, vocab_size),
@@ -558,7 +489,7 @@ class StepOps:
             raise IndexError("a rejected draft is outside the drafts' logits")
 
 
-def _new(shape: int | tuple[int, ...], dtype: type[np.generic]) -> torch.Tensor:
+def new(shape: int | tuple[int, ...], dtype: type[np.generic]) -> torch.Tensor:
     """Return a tensor to write to.
 
     By way of NumPy: once the layers have driven its code out of the caches, torch's own

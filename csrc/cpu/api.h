@@ -214,14 +214,16 @@ VLLM_API int64_t vllm_draft_blocks(const VllmBlockDrafter* drafter, const VllmSt
                                    void* const* kv_caches, const VllmDrafts* drafts);
 
 // The integers of a step; the parameters are the Python functions'.
-VLLM_API int64_t vllm_lay_out_rows(
+VLLM_API int64_t vllm_lay_out_step(
     const int32_t* all_token_ids, int64_t max_num_reqs, int64_t max_model_len,
     const int32_t* total_len, const int64_t* draft_tokens, int64_t max_drafts,
-    const int32_t* num_computed_tokens, const int32_t* idx_mapping, int64_t num_reqs,
+    const int32_t* num_computed_tokens, const int32_t* block_rows, int64_t max_blocks,
+    int64_t block_size, const int32_t* idx_mapping, int64_t num_reqs,
     const int32_t* query_start_loc, int64_t num_tokens, const int32_t* cu_num_logits,
-    int64_t num_logits, int64_t* input_ids, int64_t* positions, int64_t* logits_indices,
-    int64_t* sample_positions, int32_t* seq_lens, int32_t* expanded_idx_mapping,
-    int32_t* expanded_local_pos);
+    int64_t num_logits, int64_t* logits_indices, int32_t* expanded_idx_mapping,
+    int32_t* expanded_local_pos, int64_t num_blocks, int64_t* input_ids, int64_t* positions,
+    int64_t* slot_mapping, int64_t* sample_positions, int32_t* seq_lens,
+    int32_t* block_table);
 VLLM_API int64_t vllm_gather_rows(const int32_t* rows, int64_t max_num_reqs, int64_t width,
                                   const int32_t* idx_mapping, int64_t num_reqs,
                                   int64_t num_columns, int32_t* out);

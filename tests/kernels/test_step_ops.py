@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.implementations import native_ops
+from vllm._cpu_ops_native import NativeOps
+from vllm._cpu_ops_rows import FusedRows, LaidOutRows, RequestRows, RowLayout
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -19,30 +21,63 @@ def int64(*values: int) -> torch.Tensor:
 
 TOKENS = torch.zeros((2, 8), dtype=torch.int32)
 DRAFTS = torch.zeros((2, 3), dtype=torch.int64)
+BLOCKS = int32(3, 5, 4, 6).view(2, 2)
+
+
+def lay_out(
+    ops: NativeOps,
+    row: int = 0,
+    total_len: int = 4,
+    bounds: tuple[int, ...] = (0, 2),
+    cu_num_logits: tuple[int, ...] = (0, 1),
+    **totals: int,
+) -> LaidOutRows:
+    """Return the rows of one of two requests, which has computed three tokens."""
+    lens = int32(total_len, 4)
+    rows = RequestRows(TOKENS, lens, DRAFTS, int32(3, 3), BLOCKS, 4)
+    sizes = {"num_tokens": bounds[-1], "num_logits": cu_num_logits[-1]} | totals
+    layout = RowLayout(
+        int32(row),
+        query_start_loc=int32(*bounds),
+        cu_num_logits=int32(*cu_num_logits),
+        **sizes,
+    )
+    return FusedRows(ops, rows).lay_out(layout)
 
 
 @native_ops
 @pytest.mark.parametrize(
-    ("row", "total_len", "bounds"), [(2, 4, (0, 2)), (0, 20, (0, 9)), (0, 4, (0, 1))]
+    "layout",
+    [
+        {"row": 2},
+        {"row": -1},
+        {"total_len": 20, "bounds": (0, 9)},
+        {"bounds": (0, 1), "num_tokens": 2},
+        {"cu_num_logits": (0, 3)},
+        {"cu_num_logits": (0, 1), "num_logits": 2},
+        {"cu_num_logits": (1, 2)},
+    ],
 )
-def test_inputs_outside_the_request_rows_are_refused(ops, row, total_len, bounds):
-    num_tokens = bounds[1] + (bounds == (0, 1))
+def test_inputs_outside_the_request_rows_are_refused(ops, layout):
     with pytest.raises(IndexError, match="outside its request's"):
-        ops.lay_out_rows(
-            TOKENS, int32(total_len, 4), DRAFTS, int32(3, 3), int32(row),
-            int32(*bounds), num_tokens, int32(0, 1), 1,
-        )  # fmt: skip
+        lay_out(ops, **layout).prepare(2)
 
 
 @native_ops
-@pytest.mark.parametrize("cu_num_logits", [(0, 3), (0, 1), (1, 2)])
-def test_logit_rows_that_are_no_token_rows_are_refused(ops, cu_num_logits):
-    num_logits = 3 if cu_num_logits == (0, 3) else 2
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_inputs_outside_the_blocks_are_refused(ops, num_blocks):
+    # Positions 3 and 4, in blocks of four: two blocks, and a row has no more.
+    assert lay_out(ops).prepare(2)[2].tolist() == [3 * 4 + 3, 5 * 4]
     with pytest.raises(IndexError, match="outside its request's"):
-        ops.lay_out_rows(
-            TOKENS, int32(4, 4), DRAFTS, int32(3, 3), int32(0), int32(0, 2), 2,
-            int32(*cu_num_logits), num_logits,
-        )  # fmt: skip
+        lay_out(ops).prepare(num_blocks)
+
+
+@native_ops
+def test_arrays_of_other_sizes_are_refused(ops):
+    with pytest.raises(ValueError, match="expected contiguous"):
+        lay_out(ops, bounds=(0, 1, 2))
+    with pytest.raises(ValueError, match="expected contiguous"):
+        lay_out(ops).advance(int64(5, 6).view(2, 1), int32(1))
 
 
 @native_ops
@@ -83,11 +118,12 @@ def test_rows_that_no_request_owns_are_refused(ops):
 @pytest.mark.parametrize(("row", "num_sampled"), [(2, 1), (-1, 1), (0, 3)])
 def test_samples_outside_the_request_rows_are_refused(ops, row, num_sampled):
     tokens, total_len = TOKENS.clone(), int32(4, 4)
+    rows = RequestRows(tokens, total_len, DRAFTS, int32(3, 3), BLOCKS, 4)
+    layout = RowLayout(int32(row), int32(0, 2), 2, int32(0, 2), 2)
     with pytest.raises(IndexError, match="outside the request rows"):
-        ops.post_update(
-            int64(5, 6).view(1, 2), int32(num_sampled), int32(0, 2), int32(0, 2),
-            int32(row), tokens, total_len, int32(3, 3),
-        )  # fmt: skip
+        FusedRows(ops, rows).lay_out(layout).advance(
+            int64(5, 6).view(1, 2), int32(num_sampled)
+        )
     assert tokens.sum().item() == 0
     assert total_len.tolist() == [4, 4]
 

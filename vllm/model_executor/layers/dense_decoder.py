@@ -174,7 +174,9 @@ class DecoderLayers(nn.ModuleList):
         Returns:
             The tapped streams, in the order of their ids.
         """
-        taps = stream.new_empty(len(tap_layer_ids), *stream.shape)
+        taps = None
+        if tap_layer_ids:
+            taps = stream.new_empty(len(tap_layer_ids), *stream.shape)
         context = get_forward_context()
         if context.attn_metadata is None or self._fused is None:
             self._run_singly(positions, stream, tap_layer_ids, taps)
@@ -188,18 +190,18 @@ class DecoderLayers(nn.ModuleList):
                 tap_layer_ids,
                 taps,
             )
-        return list(taps)
+        return [] if taps is None else list(taps.unbind())
 
     def _run_singly(
         self,
         positions: torch.Tensor,
         stream: torch.Tensor,
         tap_layer_ids: tuple[int, ...],
-        taps: torch.Tensor,
+        taps: torch.Tensor | None,
     ) -> None:
         place_of = {layer_idx: place for place, layer_idx in enumerate(tap_layer_ids)}
         for layer_idx in range(len(self) + 1):
-            if layer_idx in place_of:
+            if taps is not None and layer_idx in place_of:
                 taps[place_of[layer_idx]] = stream
             if layer_idx < len(self):
                 self._in_order[layer_idx](positions, stream)

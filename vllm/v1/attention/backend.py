@@ -59,7 +59,7 @@ class LayersRunner(Protocol):
         kv_caches: Sequence[torch.Tensor],
         metadata: AttentionMetadata,
         tap_layer_ids: Sequence[int],
-        taps: torch.Tensor,
+        taps: torch.Tensor | None,
     ) -> None:
         """Run all layers.
 
@@ -70,7 +70,7 @@ class LayersRunner(Protocol):
             metadata: of the step.
             tap_layer_ids: i is the stream that enters layer i; the number of layers is
                 the stream in the end.
-            taps: [len(tap_layer_ids), T, hidden_size], written.
+            taps: [len(tap_layer_ids), T, hidden_size], written; None without taps.
         """
 
 

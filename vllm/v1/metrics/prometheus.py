@@ -235,22 +235,28 @@ class PrometheusStatLogger(StatLoggerBase):
         self._num_waiting_by_reason["deferred"].set(num_deferred)
         self._num_waiting_by_reason["capacity"].set(stats.num_waiting_reqs)
         self._kv_cache_usage.set(stats.kv_cache_usage)
-        self._num_preemptions.inc(stats.num_preempted)
-        self._prefix_queries.inc(stats.prefix_cache_stats.queries)
-        self._prefix_hits.inc(stats.prefix_cache_stats.hits)
-        self._num_corrupted.inc(stats.num_corrupted_reqs)
+        for counter, count in (
+            (self._num_preemptions, stats.num_preempted),
+            (self._prefix_queries, stats.prefix_cache_stats.queries),
+            (self._prefix_hits, stats.prefix_cache_stats.hits),
+            (self._num_corrupted, stats.num_corrupted_reqs),
+        ):
+            # Most steps add to none of them.
+            if count:
+                counter.inc(count)
         num_tokens = stats.step_prompt_tokens + stats.step_generation_tokens
         if num_tokens:
             self._iteration_tokens.observe(num_tokens)
 
     def _record_tokens(self, stats: IterationStats) -> None:
-        num_cached = stats.num_cached_prompt_tokens
-        self._prompt_tokens.inc(stats.num_prompt_tokens)
-        self._prompt_tokens_cached.inc(num_cached)
-        self._prompt_tokens_by_source["local_cache_hit"].inc(num_cached)
-        self._prompt_tokens_by_source["local_compute"].inc(
-            stats.num_prompt_tokens - num_cached
-        )
+        if stats.num_prompt_tokens:
+            num_cached = stats.num_cached_prompt_tokens
+            self._prompt_tokens.inc(stats.num_prompt_tokens)
+            self._prompt_tokens_cached.inc(num_cached)
+            self._prompt_tokens_by_source["local_cache_hit"].inc(num_cached)
+            self._prompt_tokens_by_source["local_compute"].inc(
+                stats.num_prompt_tokens - num_cached
+            )
         self._generation_tokens.inc(stats.num_generation_tokens)
         for seconds in stats.time_to_first_tokens:
             self._time_to_first_token.observe(seconds)

@@ -78,7 +78,7 @@ class CPUAttentionBackend(AttentionBackend):
             kv_caches: Sequence[torch.Tensor],
             metadata: AttentionMetadata,
             tap_layer_ids: Sequence[int],
-            taps: torch.Tensor,
+            taps: torch.Tensor | None,
         ) -> None:
             fused.run(
                 stream,

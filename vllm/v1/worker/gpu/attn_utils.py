@@ -66,7 +66,7 @@ def build_attn_metadata(batch: InputBatch, block_size: int) -> AttentionMetadata
         block_table=batch.block_table,
         slot_mapping=batch.slot_mapping,
         num_tokens=layout.num_tokens,
-        max_query_len=max(layout.num_scheduled_tokens_np.tolist()),
+        max_query_len=layout.max_query_len,
         max_seq_len=batch.max_seq_len,
         block_size=block_size,
     )

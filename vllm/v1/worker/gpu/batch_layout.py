@@ -60,6 +60,31 @@ class ScheduledStep:
         """[num_reqs] int32: logit rows beside the drafts'."""
         return self.is_sampling_np * np.int32(self.num_bonus_tokens)
 
+    @cached_property
+    def num_draft_reqs(self) -> int:
+        """Requests with scheduled drafts."""
+        return sum(map(bool, self.num_drafts_np.tolist()))
+
+    def settle(self, draft_budget: int) -> np.ndarray | None:
+        """Return [num_reqs] int32, the drafts of each that a budget alone admits.
+
+        It does where none or all are verified, or where one request has them all: what
+        is admitted are leading drafts. None: only the device knows.
+        """
+        if self.num_draft_reqs > 1 and draft_budget not in (0, self.num_drafts):
+            return None
+        return np.minimum(self.num_drafts_np, np.int32(draft_budget))
+
+    @cached_property
+    def settled_admissions(self) -> dict[int, torch.Tensor]:
+        """What `settle` returned, on the device, by draft budget; filled when asked."""
+        return {}
+
+    @cached_property
+    def settled_layouts(self) -> "dict[int, BatchLayout]":
+        """The layouts of the same budgets; filled when asked."""
+        return {}
+
 
 @dataclass(frozen=True)
 class BatchLayout:
@@ -95,6 +120,11 @@ class BatchLayout:
         return len(self.num_scheduled_tokens_np)
 
     @cached_property
+    def max_query_len(self) -> int:
+        """Upper bound of the tokens of a request."""
+        return max(self.num_scheduled_tokens_np.tolist())
+
+    @cached_property
     def is_sampling_np(self) -> np.ndarray:
         """[num_reqs] bool: who owns a row, in either layout."""
         # Comparing takes a third of the time of `np.diff`.
@@ -127,12 +157,12 @@ class BatchLayout:
         """Rows of the scheduled layout: the bound of buffers and grids."""
         return int(self.cu_num_logits_np[-1])
 
-    @property
+    @cached_property
     def is_exact_on_host(self) -> bool:
         """Whether the host knows the verified split."""
         return self.draft_budget in (0, self.num_scheduled_drafts)
 
-    @property
+    @cached_property
     def has_one_row_per_req(self) -> bool:
         """Whether row i is request i's only row."""
         return (

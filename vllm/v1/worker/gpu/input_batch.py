@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm import _custom_ops as ops
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, find_owners
 
@@ -20,7 +19,7 @@ class InputBatch:
         idx_mapping: the same on the device.
         layout: token and logit rows of the requests.
         max_seq_len: upper bound of seq_lens, host.
-        num_computed_tokens_np: [num_reqs] int32, before the step; an upper bound under
+        num_computed_tokens: of each request before the step; an upper bound under
             speculation.
         block_table: [num_reqs, num_blocks] int32, of as many blocks as are needed.
         slot_mapping: [num_tokens] int64, where the tokens are cached.
@@ -39,7 +38,7 @@ class InputBatch:
     idx_mapping: torch.Tensor
     layout: BatchLayout
     max_seq_len: int
-    num_computed_tokens_np: np.ndarray
+    num_computed_tokens: list[int]
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     input_ids: torch.Tensor
@@ -95,11 +94,6 @@ def lay_out_rows(
     """
     rows = all_token_ids, total_len, draft_tokens, num_computed_tokens, idx_mapping
     tokens = layout.query_start_loc, layout.num_tokens
-    native = ops.maybe_step_ops()
-    if native is not None and not idx_mapping.is_cuda:
-        return native.lay_out_rows(
-            *rows, *tokens, layout.cu_num_logits, layout.num_logits
-        )
     gather, expand = _gather_inputs_torch, _expand_logit_rows_torch
     if idx_mapping.is_cuda:
         gather, expand = _gather_inputs_triton, _expand_logit_rows_triton
@@ -231,9 +225,6 @@ def post_update(
     rows = idx_mapping, all_token_ids, total_len, num_computed_tokens
     if idx_mapping.is_cuda:
         _post_update_triton(sampled_token_ids, num_sampled, layout, *rows)
-    elif (native := ops.maybe_step_ops()) is not None:
-        offsets = layout.cu_num_logits, layout.query_start_loc
-        native.post_update(sampled_token_ids, num_sampled, *offsets, *rows)
     else:
         _post_update_torch(sampled_token_ids, num_sampled, layout, *rows)
 

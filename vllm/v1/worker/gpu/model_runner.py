@@ -1,9 +1,9 @@
 """The step: rows in, one forward pass, samples out."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from vllm.config import VllmConfig
@@ -32,14 +32,8 @@ from vllm.v1.worker.gpu.attn_utils import (
     choose_kv_cache_dtype,
     group_kv_cache_specs,
 )
-from vllm.v1.worker.gpu.batch_layout import ScheduledStep
-from vllm.v1.worker.gpu.block_table import BlockTable, compute_slot_mapping
-from vllm.v1.worker.gpu.buffer_utils import to_device
-from vllm.v1.worker.gpu.input_batch import (
-    InputBatch,
-    lay_out_rows,
-    post_update,
-)
+from vllm.v1.worker.gpu.block_table import BlockTable
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobs
@@ -52,6 +46,8 @@ from vllm.v1.worker.gpu.spec_decode.factory import make_speculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.verified_layout import make_verified_layout
 from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.gpu.step_requests import StepReader
+from vllm.v1.worker.gpu.step_rows import StepRows
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 
@@ -112,6 +108,8 @@ class GPUModelRunner:
             vllm_config.cache_config.block_size,
             device,
         )
+        self._reader = StepReader(self.req_states, num_bonus, device)
+        self._step_rows = StepRows(self.req_states, self.block_table)
         self.speculator = make_speculator(
             vllm_config, self.req_states, self.sampler.states, self.block_table, device
         )
@@ -124,6 +122,11 @@ class GPUModelRunner:
         self.kv_caches: dict[str, torch.Tensor] = {}
         self.dtype: torch.dtype = getattr(torch, model_config.dtype)
         self._copy_stream = make_copy_stream(device)
+        # No weight asks for a gradient. What the mode spares torch's own operators is
+        # worth entering it only where a step has many of them.
+        self._step_mode: AbstractContextManager[object] = (
+            nullcontext() if device.type == "cpu" else torch.inference_mode()
+        )
         self._executed: _ExecutedStep | None = None
         self._drafts: AsyncDrafts | None = None
 
@@ -168,7 +171,6 @@ class GPUModelRunner:
         if self.speculator is not None:
             self.speculator.profile_run(taps)
 
-    @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Update the rows and run the forward pass of a step.
 
@@ -178,16 +180,27 @@ class GPUModelRunner:
         self._update_rows(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return
-        batch, plan = self._prepare_inputs(scheduler_output)
-        hidden_states, taps = self._forward(batch.input_ids, batch.positions, batch)
+        with self._step_mode:
+            batch, plan = self._prepare_inputs(scheduler_output)
+            hidden_states, taps = self._forward(batch.input_ids, batch.positions, batch)
         self._executed = _ExecutedStep(batch, plan, hidden_states, taps)
 
-    @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample the step that `execute_model` ran and advance the rows."""
         if self._executed is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         executed, self._executed = self._executed, None
+        with self._step_mode:
+            return self._sample_executed(executed, grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the last step proposed; None if there are none."""
+        drafts, self._drafts = self._drafts, None
+        return None if drafts is None else drafts.get_output()
+
+    def _sample_executed(
+        self, executed: _ExecutedStep, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput:
         batch, hidden_states = executed.batch, executed.hidden_states
         sampler_output = self._sample(batch, hidden_states, grammar_output)
         prompt_logprobs = self._compute_prompt_logprobs(batch, hidden_states)
@@ -206,11 +219,6 @@ class GPUModelRunner:
         self._advance_rows(batch, sampler_output)
         self._propose(executed, sampler_output)
         return output.get_output()
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts that the last step proposed; None if there are none."""
-        drafts, self._drafts = self._drafts, None
-        return None if drafts is None else drafts.get_output()
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         left = scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
@@ -266,87 +274,11 @@ class GPUModelRunner:
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput
     ) -> tuple[InputBatch, VerificationPlan]:
-        num_scheduled = scheduler_output.num_scheduled_tokens
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        # Verification rows first, then decodes, then prefills.
-        req_ids = sorted(
-            num_scheduled,
-            key=lambda req_id: (req_id not in drafts, num_scheduled[req_id]),
-        )
-        num_computed_np = self._num_computed_tokens(scheduler_output, req_ids)
-        step = self._describe_step(scheduler_output, req_ids, num_computed_np)
-        idx_mapping = to_device(step.idx_mapping_np, self.device)
-        states = self.req_states
-        max_drafts_np = states.max_num_drafts_np[step.idx_mapping_np]
-        plan = self.verifier.plan(step, idx_mapping, max_drafts_np)
+        requests, num_computed = self._reader.read(scheduler_output)
+        step = requests.scheduled
+        plan = self.verifier.plan(step, requests.idx_mapping, requests.max_drafts_np)
         layout = make_verified_layout(step, plan.draft_budget, plan.admitted)
-        input_ids, positions, seq_lens, *logit_rows = lay_out_rows(
-            states.all_token_ids.gpu,
-            states.total_len.gpu,
-            states.draft_tokens,
-            states.num_computed_tokens.gpu,
-            idx_mapping,
-            layout,
-        )
-        max_seq_len = max((num_computed_np + step.num_tokens_np).tolist())
-        block_table = self.block_table.gather(idx_mapping, max_seq_len)
-        slot_mapping = compute_slot_mapping(
-            block_table, layout.query_start_loc, positions, self.block_table.block_size
-        )
-        batch = InputBatch(
-            req_ids,
-            step.idx_mapping_np,
-            idx_mapping,
-            layout,
-            max_seq_len,
-            num_computed_np,
-            block_table,
-            slot_mapping,
-            input_ids,
-            positions,
-            seq_lens,
-            *logit_rows,
-        )
-        return batch, plan
-
-    def _num_computed_tokens(
-        self, scheduler_output: SchedulerOutput, req_ids: list[str]
-    ) -> np.ndarray:
-        cached = scheduler_output.scheduled_cached_reqs
-        num_computed = dict(
-            zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        )
-        for request in scheduler_output.scheduled_new_reqs:
-            num_computed[request.req_id] = request.num_computed_tokens
-        return np.array([num_computed[req_id] for req_id in req_ids], dtype=np.int32)
-
-    def _describe_step(
-        self,
-        scheduler_output: SchedulerOutput,
-        req_ids: list[str],
-        num_computed_np: np.ndarray,
-    ) -> ScheduledStep:
-        num_scheduled = scheduler_output.num_scheduled_tokens
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        states = self.req_states
-        idx_mapping_np = np.array(
-            [states.req_id_to_index[req_id] for req_id in req_ids], dtype=np.int32
-        )
-        num_tokens_np = np.array(
-            [num_scheduled[req_id] for req_id in req_ids], dtype=np.int32
-        )
-        num_drafts_np = np.array(
-            [len(drafts.get(req_id, ())) for req_id in req_ids], dtype=np.int32
-        )
-        # A chunk that ends before the last known token samples nothing.
-        prefill_len = states.prefill_len.np[idx_mapping_np]
-        return ScheduledStep(
-            idx_mapping_np,
-            num_tokens_np,
-            num_drafts_np,
-            num_computed_np + num_tokens_np >= prefill_len,
-            self.num_bonus_tokens,
-        )
+        return self._step_rows.prepare(requests, layout, num_computed), plan
 
     def _forward(
         self,
@@ -409,16 +341,7 @@ class GPUModelRunner:
         )
 
     def _advance_rows(self, batch: InputBatch, sampler_output: SamplerOutput) -> None:
-        states = self.req_states
-        post_update(
-            sampler_output.sampled_token_ids,
-            sampler_output.num_sampled,
-            batch.layout,
-            batch.idx_mapping,
-            states.all_token_ids.gpu,
-            states.total_len.gpu,
-            states.num_computed_tokens.gpu,
-        )
+        self._step_rows.advance(batch, sampler_output)
         self.sampler.post_update(batch.idx_mapping, sampler_output)
         if self.speculator is not None and batch.layout.num_scheduled_drafts > 0:
             self.speculator.observe_acceptance(batch, sampler_output)

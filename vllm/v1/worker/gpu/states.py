@@ -26,6 +26,8 @@ class RequestState:
     ) -> None:
         self.max_num_reqs = max_num_reqs
         self.req_id_to_index: dict[str, int] = {}
+        # Grows whenever a row gets or loses its request.
+        self.version = 0
         self._free_indices = list(range(max_num_reqs - 1, -1, -1))
 
         # Prompt, then sampled tokens; written by the host at the start and by the
@@ -74,6 +76,7 @@ class RequestState:
         assert self._free_indices, "more requests than rows"
         req_state_idx = self._free_indices.pop()
         self.req_id_to_index[req_id] = req_state_idx
+        self.version += 1
         self.all_token_ids.stage_write(
             req_state_idx, 0, np.asarray(prefill_token_ids, dtype=np.int32)
         )
@@ -92,6 +95,7 @@ class RequestState:
         req_state_idx = self.req_id_to_index.pop(req_id, None)
         if req_state_idx is not None:
             self._free_indices.append(req_state_idx)
+            self.version += 1
         return req_state_idx
 
     def keep_drafts(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> None:

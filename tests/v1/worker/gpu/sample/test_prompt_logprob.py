@@ -48,7 +48,7 @@ def _batch(chunks: list[tuple[str, int, int, int]], device: torch.device):
         slot_mapping=unused,
         seq_lens=unused,
         max_seq_len=0,
-        num_computed_tokens_np=np.array([s for *_, s, _ in chunks], dtype=np.int32),
+        num_computed_tokens=[s for *_, s, _ in chunks],
         logits_indices=unused,
         expanded_idx_mapping=unused,
         expanded_local_pos=unused,

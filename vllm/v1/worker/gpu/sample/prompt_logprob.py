@@ -124,7 +124,7 @@ class PromptLogprobs:
         for batch_idx in collecting.tolist():
             req_state_idx = int(batch.idx_mapping_np[batch_idx])
             token_idx = batch.layout.num_tokens - int(num_from_the_end[batch_idx])
-            position = int(batch.num_computed_tokens_np[batch_idx])
+            position = batch.num_computed_tokens[batch_idx]
             end = position + int(num_scheduled[batch_idx])
             collected = self._collected[req_state_idx]
             prompt_len = len(collected.prompt_token_ids)

@@ -80,7 +80,6 @@ class AdaptiveVerifier:
         self._last: _PlannedStep | None = None
         self._step_cost: StepCost | None = None
         self._num_added = 0
-        self._no_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
     @contextmanager
     def forced_policy(self, policy: BudgetPolicy) -> Iterator[None]:
@@ -180,12 +179,15 @@ class AdaptiveVerifier:
     def _admit(
         self, step: ScheduledStep, idx_mapping: torch.Tensor, draft_budget: int
     ) -> torch.Tensor:
-        if draft_budget == 0:
-            return self._no_drafts[: len(idx_mapping)]
-        num_drafts = to_device(step.num_drafts_np, idx_mapping.device)
-        if draft_budget == step.num_drafts:
-            return num_drafts
-        return admit_drafts(self._history.live, idx_mapping, num_drafts, draft_budget)
+        known = step.settled_admissions
+        if draft_budget not in known:
+            device, settled = idx_mapping.device, step.settle(draft_budget)
+            if settled is None:
+                num_drafts = to_device(step.num_drafts_np, device)
+                live = self._history.live
+                return admit_drafts(live, idx_mapping, num_drafts, draft_budget)
+            known[draft_budget] = to_device(settled, device)
+        return known[draft_budget]
 
     def _observe_last_step(self, step: ScheduledStep, now: float) -> None:
         """Tell the policy how long the last step took, if the engine was busy since."""

@@ -18,16 +18,16 @@ def make_verified_layout(
         step: as it was scheduled.
         draft_budget: drafts that are verified, over all requests.
         admitted: [num_reqs] int32, on the device: how many leading drafts of each.
+
+    Returns:
+        The very same layout for a budget that alone says what is admitted.
     """
-    cu_num_logits_np = prefix_sum(step.num_bonus_rows_np + step.num_drafts_np)
-    if draft_budget == step.num_drafts:
-        # All that is scheduled is verified.
-        cu_num_logits = to_device(cu_num_logits_np, admitted.device)
-        query_start_loc = to_device(prefix_sum(step.num_tokens_np), admitted.device)
-    else:
-        cu_num_logits, query_start_loc = _compute_offsets(step, draft_budget, admitted)
-    return BatchLayout(
-        cu_num_logits_np=cu_num_logits_np,
+    known = step.settled_layouts
+    if draft_budget in known:
+        return known[draft_budget]
+    cu_num_logits, query_start_loc = _compute_offsets(step, draft_budget, admitted)
+    layout = BatchLayout(
+        cu_num_logits_np=prefix_sum(step.num_bonus_rows_np + step.num_drafts_np),
         cu_num_logits=cu_num_logits,
         query_start_loc=query_start_loc,
         num_scheduled_tokens_np=step.num_tokens_np,
@@ -35,23 +35,27 @@ def make_verified_layout(
         num_bonus_tokens=step.num_bonus_tokens,
         draft_budget=draft_budget,
     )
+    if step.settle(draft_budget) is not None:
+        known[draft_budget] = layout
+    return layout
 
 
 def _compute_offsets(
     step: ScheduledStep, draft_budget: int, admitted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the prefix sums of logit rows and of tokens where drafts are trimmed.
+    """Return the prefix sums of logit rows and of tokens.
 
     Twin: _add_and_sum_torch.
     """
     device = admitted.device
     # Logit rows and tokens beside the drafts.
     rows_np, tokens_np = step.num_bonus_rows_np, step.num_tokens_np - step.num_drafts_np
-    if draft_budget == 0:
+    settled = step.settle(draft_budget)
+    if settled is not None:
         # The host knows the split itself.
         return (
-            to_device(prefix_sum(rows_np), device),
-            to_device(prefix_sum(tokens_np), device),
+            to_device(prefix_sum(rows_np + settled), device),
+            to_device(prefix_sum(tokens_np + settled), device),
         )
     counts_np = np.array([rows_np, tokens_np])
     impl = _add_and_sum_torch
