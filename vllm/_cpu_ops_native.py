@@ -19,6 +19,7 @@ from vllm._cpu_ops_budget import BudgetOps
 from vllm._cpu_ops_checks import check_rows, check_vector
 from vllm._cpu_ops_quantized import QUANTIZED_FORMATS, QuantizedOps
 from vllm._cpu_ops_step import StepOps
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -80,7 +81,7 @@ _LONG = {
     "vllm_pack_int8": "piiip:",
     "vllm_quantized_select": "piiipip:i",
     "vllm_quantized_linear": "pipippiii:",
-    "vllm_linear_argmax": "pipipiiip:",
+    "vllm_linear_statistics": "pipipiiippiippp:i",
     "vllm_paged_attention": "pipipipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
     "vllm_write_context": "ppp:i",
@@ -230,13 +231,35 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
         num_columns: int,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
+        none = torch.empty(0, dtype=torch.int64)
+        return self.linear_statistics(
+            x, packed, quant_type, num_columns, bias, none, 1
+        ).argmax
+
+    def linear_statistics(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor,
+        count: int,
+    ) -> LinearStatistics:
         num_rows, size = x.shape
         check_rows(x)
         quant_format = self.check_packed(packed, quant_type, num_columns, size)
         if bias is not None:
             check_vector(bias, num_columns)
-        out = torch.empty(num_rows, dtype=torch.int64)
-        self._c.linear_argmax(
+        (num_listed,) = rows.shape
+        check_vector(rows, num_listed, torch.int64)
+        statistics = LinearStatistics(
+            torch.empty(num_rows, dtype=torch.int64),
+            torch.empty((num_listed, count), dtype=torch.int64),
+            torch.empty((num_listed, count)),
+            torch.empty(num_listed),
+        )
+        failed = self._c.linear_statistics(
             x.data_ptr(),
             x.stride()[0],
             packed.data_ptr(),
@@ -245,9 +268,20 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
             num_rows,
             num_columns,
             size,
-            out.data_ptr(),
+            statistics.argmax.data_ptr(),
+            rows.data_ptr(),
+            num_listed,
+            count,
+            statistics.ids.data_ptr(),
+            statistics.products.data_ptr(),
+            statistics.logsumexp.data_ptr(),
         )
-        return out
+        if failed:
+            raise IndexError(
+                f"{count} of {num_columns} columns, of rows that are not increasing or "
+                f"not in [0, {num_rows})"
+            )
+        return statistics
 
     def _check_dense(self, packed: torch.Tensor, num_columns: int, size: int) -> None:
         if packed.numel() != -(-num_columns // LANES) * LANES * size:

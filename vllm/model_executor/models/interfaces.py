@@ -4,6 +4,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
@@ -24,6 +25,18 @@ class CausalLM(Protocol):
 
         The first of equal ones, NaN left out, -1 where no logit is above -inf; None
         where the output layer can only write the logits.
+        """
+
+    def maybe_compute_statistics(
+        self, hidden_states: torch.Tensor, rows: torch.Tensor, count: int
+    ) -> LinearStatistics | None:
+        """Return what samplers read of the logits, found without writing them.
+
+        None where the output layer can only write the logits.
+
+        Args:
+            rows: [n] int64, increasing; of which more than the argmax is wanted.
+            count: of their likeliest tokens, 1 to MAX_LISTED and at most all.
         """
 
     def get_kv_cache_specs(

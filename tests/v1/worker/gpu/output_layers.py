@@ -2,7 +2,9 @@
 
 import torch
 
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.v1.worker.gpu.sample.gumbel import greedy_argmax
+from vllm.v1.worker.gpu.sample.logprob import _likeliest_token_ids, logprob_stats
 from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 
 
@@ -10,7 +12,7 @@ class OutputLayer:
     """A model whose hidden states are its logits.
 
     Args:
-        finds_argmax: whether it can without writing them.
+        finds_argmax: whether it can without writing them; statistics too.
     """
 
     def __init__(self, *, finds_argmax: bool = False) -> None:
@@ -27,6 +29,17 @@ class OutputLayer:
             return None
         self.passes.append("argmax")
         return greedy_argmax(hidden_states)
+
+    def maybe_compute_statistics(
+        self, hidden_states: torch.Tensor, rows: torch.Tensor, count: int
+    ) -> LinearStatistics | None:
+        if not self.finds_argmax:
+            return None
+        self.passes.append("statistics")
+        argmax, listed = greedy_argmax(hidden_states), hidden_states[rows]
+        ids = _likeliest_token_ids(listed, count)
+        logsumexp, _ = logprob_stats(listed, ids[:, 0].contiguous())
+        return LinearStatistics(argmax, ids, listed.gather(1, ids), logsumexp)
 
 
 def rows_of(logits: torch.Tensor) -> OutputRows:

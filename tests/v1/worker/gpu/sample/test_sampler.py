@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.v1.worker.gpu.output_layers import OutputLayer
+from vllm.config.model import LOGPROBS_MODES
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
@@ -232,11 +233,29 @@ def test_greedy_requests_are_sampled_without_their_logits(device):
     assert step.output_layer.passes == ["argmax"]
 
 
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize("wishes", [[0], [1], [5, 2], [None, 3, 0], [11, None]])
+def test_logprobs_of_greedy_requests_need_no_logits(mode, wishes, device):
+    params = [SamplingParams(**GREEDY, logprobs=wish) for wish in wishes]
+    step, written = (Step(device, *params, mode=mode) for _ in range(2))
+    written.output_layer.finds_argmax = False
+    output, expected = step.run(), written.run()
+    assert step.output_layer.passes == ["statistics"]
+    assert written.output_layer.passes == ["logits"]
+    assert torch.equal(output.sampled_token_ids, expected.sampled_token_ids)
+    tensors, others = output.logprobs_tensors, expected.logprobs_tensors
+    for ours, theirs in zip(tensors[:3], others[:3], strict=True):
+        assert torch.equal(ours, theirs)
+    assert [ours.dtype for ours in tensors[:3]] == [one.dtype for one in others[:3]]
+    assert tensors[3:] == others[3:]
+
+
 @pytest.mark.parametrize(
     "params",
     [
         SamplingParams(seed=0),
-        SamplingParams(**GREEDY, logprobs=0),
+        SamplingParams(**GREEDY, logprobs=-1),
+        SamplingParams(**GREEDY, logprobs=1, logprob_token_ids=[3]),
         SamplingParams(**GREEDY, presence_penalty=0.5),
         SamplingParams(**GREEDY, logit_bias={3: 1.0}),
     ],
@@ -245,6 +264,14 @@ def test_one_request_that_needs_whole_rows_gets_them_for_all(device, params):
     step = Step(device, SamplingParams(**GREEDY), params)
     assert _tokens(step.run())[0] == step.logits[0].argmax()
     assert step.output_layer.passes == ["logits"]
+
+
+def test_more_logprobs_than_are_listed_need_whole_rows(device):
+    for wish, expected in ((64, "statistics"), (65, "logits")):
+        params = SamplingParams(**GREEDY, logprobs=wish)
+        step = Step(device, params, vocab_size=100)
+        assert step.run().logprobs_tensors.logprobs.shape == (1, 1 + wish)
+        assert step.output_layer.passes == [expected]
 
 
 def test_a_grammar_needs_whole_rows(device):

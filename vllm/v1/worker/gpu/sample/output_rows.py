@@ -4,12 +4,13 @@ from functools import cached_property
 
 import torch
 
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.model_executor.models.interfaces import CausalLM
 from vllm.v1.worker.gpu.sample.gumbel import greedy_argmax
 
 
 class OutputRows:
-    """The logits of a step, or, where nobody reads whole rows, no more than the best.
+    """The logits of a step, or, where nobody reads whole rows, what is said of them.
 
     Args:
         model: whose output layer it is.
@@ -33,7 +34,7 @@ class OutputRows:
     def logits(self) -> torch.Tensor:
         """[num_logits, vocab_size] float32, computed once; the reader may change them.
 
-        NOTE: `argmax` then is of the changed ones.
+        NOTE: `argmax` then is of the changed ones, and `maybe_statistics` says nothing.
         """
         return self._model.compute_logits(self._hidden_states)
 
@@ -47,3 +48,23 @@ class OutputRows:
             if token_ids is not None:
                 return token_ids
         return greedy_argmax(self.logits)
+
+    def maybe_statistics(
+        self, num_tokens: int, logit_idx: torch.Tensor | None
+    ) -> LinearStatistics | None:
+        """Return each row's argmax, and what log-probabilities are made of.
+
+        None where the logits are written already or the model cannot do else.
+
+        Args:
+            num_tokens: the likeliest of a row, 1 to MAX_LISTED and at most all.
+            logit_idx: [n] int64, increasing, the rows of which more than the argmax is
+                wanted; None: all of them.
+        """
+        if "logits" in self.__dict__:
+            return None
+        if logit_idx is None:
+            logit_idx = torch.arange(len(self), device=self.device)
+        return self._model.maybe_compute_statistics(
+            self._hidden_states, logit_idx, num_tokens
+        )

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.allowed_token_ids import (
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores, listed_scores
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.min_tokens import MinTokensState, apply_min_tokens
 from vllm.v1.worker.gpu.sample.output import no_samples, spread_rows
@@ -267,15 +267,13 @@ class Sampler:
                 rows.layout,
                 fill=0,
             )
-        logprobs_tensors = None
         uses = self.find_uses(rows.idx_mapping_np)
-        if apply_grammar is None and not uses:
-            # Greedy, with no effect on the logits and nobody who reads them.
-            sampled = outputs.argmax()
-        else:
-            sampled, logprobs_tensors = self._sample_rows(
-                outputs.logits, rows, apply_grammar, uses
-            )
+        likeliest = None
+        if apply_grammar is None:
+            likeliest = self.maybe_take_likeliest(outputs, rows, uses)
+        sampled, logprobs_tensors = likeliest or self._sample_rows(
+            outputs.logits, rows, apply_grammar, uses
+        )
         num_rows = self._one_row[: len(outputs)]
         if len(outputs) < rows.num_reqs:
             num_rows = torch.diff(rows.layout.cu_num_logits)
@@ -285,6 +283,38 @@ class Sampler:
             logprobs_tensors,
             num_nans,
         )
+
+    def maybe_take_likeliest(
+        self, outputs: OutputRows, rows: SamplingRows, uses: int
+    ) -> tuple[torch.Tensor, LogprobsTensors | None] | None:
+        """Return each row's likeliest token and the log-probabilities that are wanted.
+
+        None where that is not what the rows emit, or where it takes whole rows of
+        logits to say: they may be sampled as any others, with the same result.
+
+        Args:
+            outputs: of the step.
+            rows: of the step, which no grammar masks.
+            uses: of their requests.
+        """
+        if uses & ~Uses.LOGPROBS:
+            return None
+        logprob_rows = self.find_logprob_rows(rows) if uses else None
+        if logprob_rows is None:
+            return outputs.argmax(), None
+        num_logprobs = logprob_rows.num_logprobs
+        statistics = outputs.maybe_statistics(
+            max(num_logprobs, 1), logprob_rows.logit_idx
+        )
+        if statistics is None:
+            return None
+        scores = listed_scores(
+            statistics,
+            num_logprobs,
+            logprob_rows.cu_num_rows,
+            logits_mode=self.logits_mode,
+        )
+        return statistics.argmax, scores
 
     def find_uses(self, idx_mapping_np: np.ndarray) -> int:
         """Return the bits of `Uses` of which one of these requests has need."""
