@@ -81,7 +81,7 @@ _LONG = {
     "vllm_pack_int8": "piiip:",
     "vllm_quantized_select": "piiipip:i",
     "vllm_quantized_linear": "pipippiii:",
-    "vllm_linear_statistics": "pipipiiippiippp:i",
+    "vllm_linear_statistics": "pipipiiippiippppip:i",
     "vllm_paged_attention": "pipipipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
     "vllm_write_context": "ppp:i",
@@ -233,7 +233,7 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
     ) -> torch.Tensor:
         none = torch.empty(0, dtype=torch.int64)
         return self.linear_statistics(
-            x, packed, quant_type, num_columns, bias, none, 1
+            x, packed, quant_type, num_columns, bias, none, 1, none
         ).argmax
 
     def linear_statistics(
@@ -243,21 +243,24 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
         quant_type: str,
         num_columns: int,
         bias: torch.Tensor | None,
-        rows: torch.Tensor,
+        listed_rows: torch.Tensor,
         count: int,
+        written_rows: torch.Tensor,
     ) -> LinearStatistics:
         num_rows, size = x.shape
         check_rows(x)
         quant_format = self.check_packed(packed, quant_type, num_columns, size)
         if bias is not None:
             check_vector(bias, num_columns)
-        (num_listed,) = rows.shape
-        check_vector(rows, num_listed, torch.int64)
+        (num_listed,), (num_written,) = listed_rows.shape, written_rows.shape
+        check_vector(listed_rows, num_listed, torch.int64)
+        check_vector(written_rows, num_written, torch.int64)
         statistics = LinearStatistics(
             torch.empty(num_rows, dtype=torch.int64),
             torch.empty((num_listed, count), dtype=torch.int64),
             torch.empty((num_listed, count)),
             torch.empty(num_listed),
+            torch.empty((num_written, num_columns)),
         )
         failed = self._c.linear_statistics(
             x.data_ptr(),
@@ -269,12 +272,15 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
             num_columns,
             size,
             statistics.argmax.data_ptr(),
-            rows.data_ptr(),
+            listed_rows.data_ptr(),
             num_listed,
             count,
             statistics.ids.data_ptr(),
             statistics.products.data_ptr(),
             statistics.logsumexp.data_ptr(),
+            written_rows.data_ptr(),
+            num_written,
+            statistics.written.data_ptr(),
         )
         if failed:
             raise IndexError(

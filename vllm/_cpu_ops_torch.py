@@ -27,12 +27,14 @@ class LinearStatistics(NamedTuple):
         ids: [n, count] int64, the columns of the largest products, in their order.
         products: [n, count] float32, of these columns.
         logsumexp: [n] float32.
+        written: [m, N] float32, all products of other rows, or of the same.
     """
 
     argmax: torch.Tensor
     ids: torch.Tensor
     products: torch.Tensor
     logsumexp: torch.Tensor
+    written: torch.Tensor
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -133,11 +135,12 @@ def linear_statistics(
     quant_type: str,
     num_columns: int,
     bias: torch.Tensor | None,
-    rows: torch.Tensor,
+    listed_rows: torch.Tensor,
     count: int,
+    written_rows: torch.Tensor,
 ) -> LinearStatistics:
     products = _products(x, packed, quant_type, num_columns, bias)
-    listed = products[rows].float()
+    listed = products[listed_rows].float()
     # torch sorts NaN before all numbers.
     is_nan = listed.isnan()
     by_value = listed.masked_fill(is_nan, float("-inf"))
@@ -145,7 +148,11 @@ def linear_statistics(
     is_last = is_nan.gather(1, ids).to(torch.uint8)
     ids = ids.gather(1, is_last.argsort(dim=-1, stable=True))[:, :count]
     return LinearStatistics(
-        _first_largest(products), ids, listed.gather(1, ids), listed.logsumexp(-1)
+        _first_largest(products),
+        ids,
+        listed.gather(1, ids),
+        listed.logsumexp(-1),
+        products[written_rows].float(),
     )
 
 

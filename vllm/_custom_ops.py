@@ -185,10 +185,11 @@ def linear_statistics(
     quant_type: str,
     num_columns: int,
     bias: torch.Tensor | None,
-    rows: torch.Tensor,
+    listed_rows: torch.Tensor,
     count: int,
+    written_rows: torch.Tensor,
 ) -> LinearStatistics:
-    """Return what samplers need to know of products, which are not written.
+    """Return what samplers need to know of products, few of which are written.
 
     The products are those of `linear_argmax`; of `logsumexp`, the bits are those that
     `logprob_stats` gives for them. Of equal products the lower column comes first; NaN
@@ -200,15 +201,16 @@ def linear_statistics(
         quant_type: of the weight; float32 if it is from `pack_weight`.
         num_columns: N.
         bias: [N].
-        rows: [n] int64, increasing; of which more than the argmax is wanted.
+        listed_rows: [n] int64, increasing; of which the largest products are wanted.
         count: columns of each of these rows, 1 to MAX_LISTED and at most N.
+        written_rows: [m] int64, increasing; of which all products are wanted.
 
     Raises:
         ValueError: the packed weight has other sizes.
         IndexError: there are no such rows, or not so many columns.
     """
     return _packer(packed).linear_statistics(
-        x, packed, quant_type, num_columns, bias, rows, count
+        x, packed, quant_type, num_columns, bias, listed_rows, count, written_rows
     )
 
 

@@ -19,10 +19,15 @@ NAN, INF = float("nan"), float("inf")
 SEGMENT = 512
 
 
-def statistics(ops, x, packed, quant_type, num_columns, count, *, bias=None, rows=None):
+def statistics(
+    ops, x, packed, quant_type, num_columns, count, *, bias=None, rows=None, written=()
+):
     if rows is None:
         rows = torch.arange(len(x))
-    return ops.linear_statistics(x, packed, quant_type, num_columns, bias, rows, count)
+    written = torch.tensor(written, dtype=torch.int64)
+    return ops.linear_statistics(
+        x, packed, quant_type, num_columns, bias, rows, count, written
+    )
 
 
 def likeliest_of(products: torch.Tensor, count: int) -> list[list[int]]:
@@ -88,7 +93,7 @@ def test_their_bits_depend_on_the_row_alone(ops, quant_type):
             torch.set_num_threads(num_threads)
             for rows in (slice(0, 40), slice(4, 5), slice(9, 16)):
                 part = statistics(ops, x[rows], packed, quant_type, num_columns, count)
-                for ours, theirs in zip(part, whole, strict=True):
+                for ours, theirs in zip(part[:4], whole[:4], strict=True):
                     assert torch.equal(ours, theirs[rows])
     finally:
         torch.set_num_threads(threads)
@@ -102,11 +107,27 @@ def test_rows_that_are_not_listed_have_their_argmax_alone(ops, quant_type):
     rows = torch.tensor([0, 3, 10])
     found = statistics(ops, x, packed, quant_type, 600, 5, rows=rows)
     assert torch.equal(found.argmax, everything.argmax)
-    for ours, theirs in zip(found[1:], everything[1:], strict=True):
+    for ours, theirs in zip(found[1:4], everything[1:4], strict=True):
         assert torch.equal(ours, theirs[rows])
     none = statistics(ops, x, packed, quant_type, 600, 5, rows=rows[:0])
     assert torch.equal(none.argmax, everything.argmax)
-    assert [tensor.shape[0] for tensor in none[1:]] == [0, 0, 0]
+    assert [tensor.shape[0] for tensor in none[1:]] == [0, 0, 0, 0]
+
+
+@all_ops
+@all_types
+@pytest.mark.parametrize("num_columns", [5, SEGMENT, 2 * SEGMENT + 9])
+def test_whole_rows_are_written_where_they_are_wanted(ops, quant_type, num_columns):
+    x, packed = draw(30, 64), pack_any(ops, draw(num_columns, 64), quant_type)
+    products = multiply(ops, x, packed, quant_type, num_columns)
+    rows = torch.tensor([1, 4, 29])
+    for written in ([], [0], [1, 2, 29], [*range(30)]):
+        found = statistics(
+            ops, x, packed, quant_type, num_columns, 3, rows=rows, written=written
+        )
+        assert torch.equal(found.written, products[written])
+        assert torch.equal(found.argmax, argmax_of(products))
+        assert found.ids.tolist() == likeliest_of(products[rows], 3)
 
 
 @native_ops
@@ -152,6 +173,8 @@ def test_refuse_rows_and_columns_that_are_not_there(ops):
     for rows in ([0, 4], [-1], [1, 1], [2, 1]):
         with pytest.raises(IndexError, match="not increasing"):
             statistics(ops, x, packed, "float32", 70, 3, rows=torch.tensor(rows))
+        with pytest.raises(IndexError, match="not increasing"):
+            statistics(ops, x, packed, "float32", 70, 3, written=rows)
     for count in (0, 65):
         with pytest.raises(IndexError, match="columns"):
             statistics(ops, x, packed, "float32", 70, count)

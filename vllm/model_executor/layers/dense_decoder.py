@@ -318,16 +318,23 @@ class DenseCausalLM(Layer):
         return self.lm_head.maybe_argmax(hidden_states)
 
     def maybe_compute_statistics(
-        self, hidden_states: torch.Tensor, rows: torch.Tensor, count: int
+        self,
+        hidden_states: torch.Tensor,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
     ) -> LinearStatistics | None:
-        """Return what samplers read of the logits, where these need not be written.
+        """Return what samplers read of the logits, where not all need be written.
 
         Args:
             hidden_states: [N, hidden_size].
-            rows: [n] int64, increasing; of which more than the argmax is wanted.
-            count: of their likeliest tokens.
+            listed_rows: [n] int64, increasing; of which the likeliest are wanted.
+            count: of these.
+            written_rows: [m] int64, increasing; of which all logits are wanted.
         """
-        return self.lm_head.maybe_statistics(hidden_states, rows, count)
+        return self.lm_head.maybe_statistics(
+            hidden_states, listed_rows, count, written_rows
+        )
 
     def set_aux_hidden_state_layers(self, layer_ids: tuple[int, ...]) -> None:
         """Make `forward` return the residual stream at some layers too.

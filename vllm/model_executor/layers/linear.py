@@ -104,10 +104,16 @@ class Linear(Layer):
         return self.packed.maybe_argmax(x, self.bias)
 
     def maybe_statistics(
-        self, x: torch.Tensor, rows: torch.Tensor, count: int
+        self,
+        x: torch.Tensor,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
     ) -> LinearStatistics | None:
         """Return what is known of the outputs without them; None: see the weight's."""
-        return self.packed.maybe_statistics(x, self.bias, rows, count)
+        return self.packed.maybe_statistics(
+            x, self.bias, listed_rows, count, written_rows
+        )
 
     @property
     def packed(self) -> PackedWeight:

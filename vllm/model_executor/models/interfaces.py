@@ -28,15 +28,21 @@ class CausalLM(Protocol):
         """
 
     def maybe_compute_statistics(
-        self, hidden_states: torch.Tensor, rows: torch.Tensor, count: int
+        self,
+        hidden_states: torch.Tensor,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
     ) -> LinearStatistics | None:
-        """Return what samplers read of the logits, found without writing them.
+        """Return what samplers read of the logits, few of which are written.
 
-        None where the output layer can only write the logits.
+        None where the output layer can only write all of them.
 
         Args:
-            rows: [n] int64, increasing; of which more than the argmax is wanted.
-            count: of their likeliest tokens, 1 to MAX_LISTED and at most all.
+            listed_rows: [n] int64, increasing; of which the likeliest tokens are
+                wanted.
+            count: of these, 1 to MAX_LISTED and at most all.
+            written_rows: [m] int64, increasing; of which all logits are wanted.
         """
 
     def get_kv_cache_specs(

@@ -19,6 +19,8 @@ class OutputLayer:
         self.finds_argmax = finds_argmax
         # Of the passes, in their order.
         self.passes: list[str] = []
+        # Rows that were written beside statistics.
+        self.num_written: list[int] = []
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         self.passes.append("logits")
@@ -31,15 +33,22 @@ class OutputLayer:
         return greedy_argmax(hidden_states)
 
     def maybe_compute_statistics(
-        self, hidden_states: torch.Tensor, rows: torch.Tensor, count: int
+        self,
+        hidden_states: torch.Tensor,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
     ) -> LinearStatistics | None:
         if not self.finds_argmax:
             return None
         self.passes.append("statistics")
-        argmax, listed = greedy_argmax(hidden_states), hidden_states[rows]
+        argmax, listed = greedy_argmax(hidden_states), hidden_states[listed_rows]
         ids = _likeliest_token_ids(listed, count)
         logsumexp, _ = logprob_stats(listed, ids[:, 0].contiguous())
-        return LinearStatistics(argmax, ids, listed.gather(1, ids), logsumexp)
+        products = listed.gather(1, ids)
+        written = hidden_states[written_rows]
+        self.num_written.append(len(written))
+        return LinearStatistics(argmax, ids, products, logsumexp, written)
 
 
 def rows_of(logits: torch.Tensor) -> OutputRows:

@@ -78,22 +78,29 @@ class PackedWeight(ABC):
         self,
         x: torch.Tensor,
         bias: torch.Tensor | None,
-        rows: torch.Tensor,
+        listed_rows: torch.Tensor,
         count: int,
+        written_rows: torch.Tensor,
     ) -> LinearStatistics | None:
-        """Return `linear_statistics` of `multiply`, which is not written.
-
-        None where the product has to be.
+        """Return `linear_statistics` of `multiply`; None where all has to be written.
 
         Args:
-            rows: [n] int64, increasing; of which more than the argmax is wanted.
-            count: of their largest products.
+            listed_rows: [n] int64, increasing; of which the largest are wanted.
+            count: of these.
+            written_rows: [m] int64, increasing; of which all are wanted.
         """
         part = self._maybe_one_part()
         if part is None:
             return None
         return ops.linear_statistics(
-            x, part.packed, part.quant_type, part.num_columns, bias, rows, count
+            x,
+            part.packed,
+            part.quant_type,
+            part.num_columns,
+            bias,
+            listed_rows,
+            count,
+            written_rows,
         )
 
     def _maybe_one_part(self) -> WeightPart | None:

@@ -41,9 +41,13 @@ def test_the_argmax_is_the_first_largest_that_is_a_number(device, finds_argmax):
 def test_statistics_are_of_the_rows_that_are_named(device):
     layer = OutputLayer(finds_argmax=True)
     outputs = OutputRows(layer, torch.tensor([[0.0, 2.0], [3.0, 1.0]], device=device))
-    one = outputs.maybe_statistics(1, torch.tensor([1], device=device))
+    second = torch.tensor([1], device=device)
+    one = outputs.maybe_statistics(second, 1, outputs.no_rows)
     assert (one.argmax.tolist(), one.ids.tolist()) == ([1, 0], [[0]])
-    assert outputs.maybe_statistics(2, None).ids.tolist() == [[1, 0], [0, 1]]
+    assert one.written.shape == (0, 2)
+    both = outputs.maybe_statistics(outputs.all_rows, 2, second)
+    assert both.ids.tolist() == [[1, 0], [0, 1]]
+    assert both.written.tolist() == [[3.0, 1.0]]
     assert layer.passes == ["statistics"] * 2
 
 
@@ -53,4 +57,4 @@ def test_logits_that_are_there_have_no_statistics_beside_them(device, finds_argm
     outputs = OutputRows(layer, torch.zeros(3, 4, device=device))
     if finds_argmax:
         assert outputs.logits.shape == (3, 4)
-    assert outputs.maybe_statistics(1, None) is None
+    assert outputs.maybe_statistics(outputs.all_rows, 1, outputs.no_rows) is None

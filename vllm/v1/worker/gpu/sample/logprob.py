@@ -1,6 +1,7 @@
 """Log-probabilities, or logits, of the sampled tokens and of the likeliest others."""
 
 import torch
+import torch.nn.functional as F
 
 from vllm import _custom_ops as ops
 from vllm._cpu_ops_torch import LinearStatistics
@@ -80,6 +81,30 @@ def listed_scores(
     if not logits_mode:
         scores -= statistics.logsumexp.unsqueeze(1)
     ranks = torch.ones_like(statistics.logsumexp, dtype=torch.int32)
+    return _with_boundaries(token_ids, scores, ranks, cu_num_logits)
+
+
+def join_scores(
+    parts: tuple[LogprobsTensors, LogprobsTensors],
+    logit_idx: tuple[torch.Tensor, torch.Tensor],
+    cu_num_logits: list[int] | torch.Tensor | None,
+) -> LogprobsTensors:
+    """Put the rows of two parts in the order of their logit rows.
+
+    Args:
+        parts: of any number of candidates; the fewer are filled up.
+        logit_idx: of each part, [n] int64, which rows they are.
+        cu_num_logits: of the joined rows, as in `compute_topk_scores`.
+    """
+    width = max(part.logprobs.shape[1] for part in parts)
+    padded = []
+    for part in parts:
+        padding = 0, width - part.logprobs.shape[1]
+        token_ids = F.pad(part.logprob_token_ids, padding, value=PADDING_TOKEN_ID)
+        scores = F.pad(part.logprobs, padding, value=float("-inf"))
+        padded.append(LogprobsTensors(token_ids, scores, part.selected_token_ranks))
+    order = torch.cat(logit_idx).argsort()
+    token_ids, scores, ranks = (x[order] for x in LogprobsTensors.cat(padded)[:3])
     return _with_boundaries(token_ids, scores, ranks, cu_num_logits)
 
 

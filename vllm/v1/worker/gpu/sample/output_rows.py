@@ -30,6 +30,16 @@ class OutputRows:
         """Where the rows are."""
         return self._hidden_states.device
 
+    @property
+    def all_rows(self) -> torch.Tensor:
+        """[num_logits] int64, the rows by number."""
+        return torch.arange(len(self), device=self.device)
+
+    @property
+    def no_rows(self) -> torch.Tensor:
+        """[0] int64."""
+        return torch.empty(0, dtype=torch.int64, device=self.device)
+
     @cached_property
     def logits(self) -> torch.Tensor:
         """[num_logits, vocab_size] float32, computed once; the reader may change them.
@@ -50,21 +60,20 @@ class OutputRows:
         return greedy_argmax(self.logits)
 
     def maybe_statistics(
-        self, num_tokens: int, logit_idx: torch.Tensor | None
+        self, listed_rows: torch.Tensor, num_tokens: int, written_rows: torch.Tensor
     ) -> LinearStatistics | None:
-        """Return each row's argmax, and what log-probabilities are made of.
+        """Return each row's argmax, and what is asked for of some rows, in one pass.
 
         None where the logits are written already or the model cannot do else.
 
         Args:
-            num_tokens: the likeliest of a row, 1 to MAX_LISTED and at most all.
-            logit_idx: [n] int64, increasing, the rows of which more than the argmax is
-                wanted; None: all of them.
+            listed_rows: [n] int64, increasing, of which log-probabilities are wanted.
+            num_tokens: the likeliest of such a row, 1 to MAX_LISTED and at most all.
+            written_rows: [m] int64, increasing, of which all logits are wanted; the
+                reader may change them.
         """
         if "logits" in self.__dict__:
             return None
-        if logit_idx is None:
-            logit_idx = torch.arange(len(self), device=self.device)
         return self._model.maybe_compute_statistics(
-            self._hidden_states, logit_idx, num_tokens
+            self._hidden_states, listed_rows, num_tokens, written_rows
         )

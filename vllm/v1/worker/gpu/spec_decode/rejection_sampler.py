@@ -170,18 +170,25 @@ class RejectionSampler:
             nans_before = _sum_nans(outputs.logits)
         likeliest = None
         if apply_grammar is None and self._conditional_rates is None:
-            uses = self.sampler.find_uses(rows.idx_mapping_np)
-            likeliest = self.sampler.maybe_take_likeliest(outputs, rows, uses)
-        if likeliest is not None:
-            token_ids, logprobs_tensors = likeliest
-            # Drafted or not, what a row emits is its likeliest token.
-            sampled, num_sampled = verify_greedy(
-                token_ids, rows, self._max_rows_per_req
-            )
-        else:
+            likeliest = self.sampler.maybe_take_likeliest(outputs, rows)
+        if likeliest is None:
             sampled, num_sampled, logprobs_tensors = self._verify_rows(
                 outputs.logits, rows, draft_logits, apply_grammar
             )
+        else:
+            # Drafted or not, what a greedy row emits is its likeliest token.
+            sampled, num_sampled = verify_greedy(
+                likeliest.token_ids, rows, self._max_rows_per_req
+            )
+            logprobs_tensors = likeliest.scores
+            others = likeliest.others
+            if others is not None:
+                theirs, num_theirs, scores = self._verify_rows(
+                    likeliest.logits, others.rows, draft_logits, None
+                )
+                sampled[others.is_kept] = theirs[others.is_kept]
+                num_sampled[others.is_kept] = num_theirs[others.is_kept]
+                logprobs_tensors = self.sampler.join_scores(likeliest, scores, rows)
         num_nans = None
         if nans_before is not None:
             # What stands behind a rejected draft is no word of the model's.
