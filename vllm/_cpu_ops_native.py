@@ -231,10 +231,11 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
         num_columns: int,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        none = torch.empty(0, dtype=torch.int64)
-        return self.linear_statistics(
-            x, packed, quant_type, num_columns, bias, none, 1, none
-        ).argmax
+        product = self._product(x, packed, quant_type, num_columns, bias)
+        argmax = torch.empty(x.shape[0], dtype=torch.int64)
+        nothing = None, 0, 1, None, None, None, None, 0, None
+        self._c.linear_statistics(*product, argmax.data_ptr(), *nothing)
+        return argmax
 
     def linear_statistics(
         self,
@@ -247,11 +248,8 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
         count: int,
         written_rows: torch.Tensor,
     ) -> LinearStatistics:
-        num_rows, size = x.shape
-        check_rows(x)
-        quant_format = self.check_packed(packed, quant_type, num_columns, size)
-        if bias is not None:
-            check_vector(bias, num_columns)
+        num_rows = x.shape[0]
+        product = self._product(x, packed, quant_type, num_columns, bias)
         (num_listed,), (num_written,) = listed_rows.shape, written_rows.shape
         check_vector(listed_rows, num_listed, torch.int64)
         check_vector(written_rows, num_written, torch.int64)
@@ -263,14 +261,7 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
             torch.empty((num_written, num_columns)),
         )
         failed = self._c.linear_statistics(
-            x.data_ptr(),
-            x.stride()[0],
-            packed.data_ptr(),
-            quant_format,
-            None if bias is None else bias.data_ptr(),
-            num_rows,
-            num_columns,
-            size,
+            *product,
             statistics.argmax.data_ptr(),
             listed_rows.data_ptr(),
             num_listed,
@@ -288,6 +279,31 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
                 f"not in [0, {num_rows})"
             )
         return statistics
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        bias: torch.Tensor | None,
+    ) -> tuple[int | None, ...]:
+        """Return how the C side is told of a product that it does not write."""
+        num_rows, size = x.shape
+        check_rows(x)
+        quant_format = self.check_packed(packed, quant_type, num_columns, size)
+        if bias is not None:
+            check_vector(bias, num_columns)
+        return (
+            x.data_ptr(),
+            x.stride()[0],
+            packed.data_ptr(),
+            quant_format,
+            None if bias is None else bias.data_ptr(),
+            num_rows,
+            num_columns,
+            size,
+        )
 
     def _check_dense(self, packed: torch.Tensor, num_columns: int, size: int) -> None:
         if packed.numel() != -(-num_columns // LANES) * LANES * size:
