@@ -339,7 +339,7 @@ class Sampler:
         uses = self.find_uses(rows.idx_mapping_np)
         likeliest = None
         if apply_grammar is None:
-            likeliest = self.maybe_take_likeliest(outputs, rows)
+            likeliest = self.maybe_take_likeliest(outputs, rows, uses)
         if likeliest is None:
             sampled, logprobs_tensors = self._sample_rows(
                 outputs.logits, rows, apply_grammar, uses
@@ -364,7 +364,7 @@ class Sampler:
         )
 
     def maybe_take_likeliest(
-        self, outputs: OutputRows, rows: SamplingRows
+        self, outputs: OutputRows, rows: SamplingRows, uses: int
     ) -> Likeliest | None:
         """Return what the output layer says of greedy rows, and the logits of others.
 
@@ -374,7 +374,11 @@ class Sampler:
         Args:
             outputs: of the step.
             rows: of the step, which no grammar masks.
+            uses: of all their requests.
         """
+        no_rows = outputs.no_rows
+        if not uses:
+            return Likeliest(outputs.argmax(), None, no_rows, None, no_rows)
         layout = rows.layout
         needs_logits = (self._uses_np[rows.idx_mapping_np] & ~Uses.LOGPROBS) != 0
         needs_logits &= layout.is_sampling_np
@@ -386,10 +390,9 @@ class Sampler:
             others, greedy = rows.keep(needs_logits), rows.keep(~needs_logits)
         scored = self.find_logprob_rows(rows if greedy is None else greedy.rows)
         if others is None and scored is None:
-            no_rows, no_logits = outputs.no_rows, outputs.no_rows
-            return Likeliest(outputs.argmax(), None, no_rows, None, no_logits)
-        written_idx = outputs.no_rows if others is None else others.logit_idx
-        scored_idx = outputs.no_rows
+            return Likeliest(outputs.argmax(), None, no_rows, None, no_rows)
+        written_idx = no_rows if others is None else others.logit_idx
+        scored_idx = no_rows
         if scored is not None:
             all_idx = outputs.all_rows if greedy is None else greedy.logit_idx
             scored_idx = scored.select(all_idx)

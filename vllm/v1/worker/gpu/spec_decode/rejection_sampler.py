@@ -170,7 +170,8 @@ class RejectionSampler:
             nans_before = _sum_nans(outputs.logits)
         likeliest = None
         if apply_grammar is None and self._conditional_rates is None:
-            likeliest = self.sampler.maybe_take_likeliest(outputs, rows)
+            uses = self.sampler.find_uses(rows.idx_mapping_np)
+            likeliest = self.sampler.maybe_take_likeliest(outputs, rows, uses)
         if likeliest is None:
             sampled, num_sampled, logprobs_tensors = self._verify_rows(
                 outputs.logits, rows, draft_logits, apply_grammar
