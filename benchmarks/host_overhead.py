@@ -36,6 +36,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (model_runner.GPUModelRunner, "_forward", "forward pass"),
     (DenseCausalLM, "compute_logits", "output layer"),
     (DenseCausalLM, "maybe_compute_argmax", "output layer"),
+    (DenseCausalLM, "maybe_compute_statistics", "output layer"),
     (model_runner.GPUModelRunner, "_sample", "sampling"),
     (DSparkSpeculator, "propose", "drafting"),
     (DSparkSpeculator, "write_context", "drafting"),

@@ -1,9 +1,11 @@
 """The embedded model's output layer: its argmax alone, and behind written logits.
 
     .venv/bin/python benchmarks/output_layer.py
+    .venv/bin/python benchmarks/output_layer.py --logprobs 5
 
-A step of greedy requests needs no more than the argmax. Rounds of both are interleaved,
-in an order that alternates, and the figures are medians.
+A step of greedy requests needs no more than the argmax, and what log-probabilities are
+made of where they are asked for. Rounds of both are interleaved, in an order that
+alternates, and the figures are medians.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import torch
 
 from vllm import EngineArgs
 from vllm.model_executor.model_loader import load_model
+from vllm.v1.worker.gpu.sample.gumbel import greedy_argmax
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores, listed_scores
 from vllm.v1.worker.gpu.sample.output_rows import OutputRows
 
 CPU = torch.device("cpu")
@@ -49,6 +53,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--logprobs", type=int, help="candidates, at most 64")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     options = {} if args.quantization is None else {"quantization": args.quantization}
@@ -61,13 +66,22 @@ def main() -> None:
 
         def written(hidden_states: torch.Tensor = hidden_states) -> torch.Tensor:
             outputs = OutputRows(model, hidden_states)
-            assert len(outputs.logits) == len(hidden_states)
-            return outputs.argmax()
+            token_ids = greedy_argmax(outputs.logits)
+            if args.logprobs is None:
+                return token_ids
+            scores = compute_topk_scores(outputs.logits, args.logprobs, token_ids)
+            return scores.logprobs
 
         def alone(hidden_states: torch.Tensor = hidden_states) -> torch.Tensor:
-            return OutputRows(model, hidden_states).argmax()
+            outputs = OutputRows(model, hidden_states)
+            if args.logprobs is None:
+                return outputs.argmax()
+            count = max(args.logprobs, 1)
+            listed = outputs.maybe_statistics(outputs.all_rows, count, outputs.no_rows)
+            assert listed is not None, "the compiled operators are needed"
+            return listed_scores(listed, args.logprobs).logprobs
 
-        assert torch.equal(written(), alone()), "other tokens"
+        assert torch.equal(written(), alone()), "other results"
         before, after, ratio = measure((written, alone), args.rounds)
         print(
             f"rows {num_rows:2d}  written {before:8.0f} us  alone {after:8.0f} us"

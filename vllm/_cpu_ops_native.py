@@ -19,6 +19,7 @@ from vllm._cpu_ops_budget import BudgetOps
 from vllm._cpu_ops_checks import check_rows, check_vector
 from vllm._cpu_ops_quantized import QUANTIZED_FORMATS, QuantizedOps
 from vllm._cpu_ops_step import StepOps
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -80,7 +81,7 @@ _LONG = {
     "vllm_pack_int8": "piiip:",
     "vllm_quantized_select": "piiipip:i",
     "vllm_quantized_linear": "pipippiii:",
-    "vllm_linear_argmax": "pipipiiip:",
+    "vllm_linear_statistics": "pipipiiippiippppip:i",
     "vllm_paged_attention": "pipipipppiiiiiiiiifi:i",
     "vllm_decoder_layers": "pippip:i",
     "vllm_write_context": "ppp:i",
@@ -230,13 +231,70 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
         num_columns: int,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
+        product = self._product(x, packed, quant_type, num_columns, bias)
+        argmax = torch.empty(x.shape[0], dtype=torch.int64)
+        nothing = None, 0, 1, None, None, None, None, 0, None
+        self._c.linear_statistics(*product, argmax.data_ptr(), *nothing)
+        return argmax
+
+    def linear_statistics(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        bias: torch.Tensor | None,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
+    ) -> LinearStatistics:
+        num_rows = x.shape[0]
+        product = self._product(x, packed, quant_type, num_columns, bias)
+        (num_listed,), (num_written,) = listed_rows.shape, written_rows.shape
+        check_vector(listed_rows, num_listed, torch.int64)
+        check_vector(written_rows, num_written, torch.int64)
+        statistics = LinearStatistics(
+            torch.empty(num_rows, dtype=torch.int64),
+            torch.empty((num_listed, count), dtype=torch.int64),
+            torch.empty((num_listed, count)),
+            torch.empty(num_listed),
+            torch.empty((num_written, num_columns)),
+        )
+        failed = self._c.linear_statistics(
+            *product,
+            statistics.argmax.data_ptr(),
+            listed_rows.data_ptr(),
+            num_listed,
+            count,
+            statistics.ids.data_ptr(),
+            statistics.products.data_ptr(),
+            statistics.logsumexp.data_ptr(),
+            written_rows.data_ptr(),
+            num_written,
+            statistics.written.data_ptr(),
+        )
+        if failed:
+            raise IndexError(
+                f"{count} of {num_columns} columns, of rows that are not increasing or "
+                f"not in [0, {num_rows})"
+            )
+        return statistics
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        quant_type: str,
+        num_columns: int,
+        bias: torch.Tensor | None,
+    ) -> tuple[int | None, ...]:
+        """Return how the C side is told of a product that it does not write."""
         num_rows, size = x.shape
         check_rows(x)
         quant_format = self.check_packed(packed, quant_type, num_columns, size)
         if bias is not None:
             check_vector(bias, num_columns)
-        out = torch.empty(num_rows, dtype=torch.int64)
-        self._c.linear_argmax(
+        return (
             x.data_ptr(),
             x.stride()[0],
             packed.data_ptr(),
@@ -245,9 +303,7 @@ class NativeOps(QuantizedOps, StepOps, BudgetOps):
             num_rows,
             num_columns,
             size,
-            out.data_ptr(),
         )
-        return out
 
     def _check_dense(self, packed: torch.Tensor, num_columns: int, size: int) -> None:
         if packed.numel() != -(-num_columns // LANES) * LANES * size:

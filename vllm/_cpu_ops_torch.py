@@ -3,6 +3,8 @@
 Functions and arguments are those of `_custom_ops`.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -15,6 +17,24 @@ _HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2}
 _OFFSETS = {"Q4_0": 8, "Q4_1": 0}
 # How far 127 steps must reach; anything smaller counts as zero.
 _SMALLEST_RANGE = 1e-30
+
+
+class LinearStatistics(NamedTuple):
+    """What `linear_statistics` says of the products of some rows.
+
+    Args:
+        argmax: [M] int64, of all rows, as `linear_argmax`.
+        ids: [n, count] int64, the columns of the largest products, in their order.
+        products: [n, count] float32, of these columns.
+        logsumexp: [n] float32.
+        written: [m, N] float32, all products of other rows, or of the same.
+    """
+
+    argmax: torch.Tensor
+    ids: torch.Tensor
+    products: torch.Tensor
+    logsumexp: torch.Tensor
+    written: torch.Tensor
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -106,11 +126,46 @@ def linear_argmax(
     num_columns: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    return _first_largest(_products(x, packed, quant_type, num_columns, bias))
+
+
+def linear_statistics(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    bias: torch.Tensor | None,
+    listed_rows: torch.Tensor,
+    count: int,
+    written_rows: torch.Tensor,
+) -> LinearStatistics:
+    products = _products(x, packed, quant_type, num_columns, bias)
+    listed = products[listed_rows].float()
+    # torch sorts NaN before all numbers.
+    is_nan = listed.isnan()
+    by_value = listed.masked_fill(is_nan, float("-inf"))
+    ids = by_value.argsort(dim=-1, descending=True, stable=True)
+    is_last = is_nan.gather(1, ids).to(torch.uint8)
+    ids = ids.gather(1, is_last.argsort(dim=-1, stable=True))[:, :count]
+    return LinearStatistics(
+        _first_largest(products),
+        ids,
+        listed.gather(1, ids),
+        listed.logsumexp(-1),
+        products[written_rows].float(),
+    )
+
+
+def _products(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     if quant_type == "float32":
-        products = packed_linear(x, packed, num_columns, bias)
-    else:
-        products = quantized_linear(x, packed, quant_type, num_columns, bias)
-    return _first_largest(products)
+        return packed_linear(x, packed, num_columns, bias)
+    return quantized_linear(x, packed, quant_type, num_columns, bias)
 
 
 def quantized_rows(

@@ -22,6 +22,10 @@ from vllm._cpu_ops_drafter import (
 )
 from vllm._cpu_ops_native import NativeOps, maybe_load_native_ops
 from vllm._cpu_ops_step import StepOps
+from vllm._cpu_ops_torch import LinearStatistics
+
+# The longest list of columns that `linear_statistics` gives.
+MAX_LISTED = 64
 
 _native: NativeOps | None = maybe_load_native_ops()
 
@@ -173,6 +177,41 @@ def linear_argmax(
         ValueError: the packed weight has other sizes.
     """
     return _packer(packed).linear_argmax(x, packed, quant_type, num_columns, bias)
+
+
+def linear_statistics(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    quant_type: str,
+    num_columns: int,
+    bias: torch.Tensor | None,
+    listed_rows: torch.Tensor,
+    count: int,
+    written_rows: torch.Tensor,
+) -> LinearStatistics:
+    """Return what samplers need to know of products, few of which are written.
+
+    The products are those of `linear_argmax`; of `logsumexp`, the bits are those that
+    `logprob_stats` gives for them. Of equal products the lower column comes first; NaN
+    comes last, after -inf.
+
+    Args:
+        x: [M, K], rows may be strided.
+        packed: from `pack_weight`, `pack_blocks` or `pack_int8`.
+        quant_type: of the weight; float32 if it is from `pack_weight`.
+        num_columns: N.
+        bias: [N].
+        listed_rows: [n] int64, increasing; of which the largest products are wanted.
+        count: columns of each of these rows, 1 to MAX_LISTED and at most N.
+        written_rows: [m] int64, increasing; of which all products are wanted.
+
+    Raises:
+        ValueError: the packed weight has other sizes.
+        IndexError: there are no such rows, or not so many columns.
+    """
+    return _packer(packed).linear_statistics(
+        x, packed, quant_type, num_columns, bias, listed_rows, count, written_rows
+    )
 
 
 def quantized_rows(

@@ -34,11 +34,19 @@ VLLM_API void vllm_quantized_linear(const float* x, int64_t x_stride, const uint
                                     int64_t format, const float* bias, float* out,
                                     int64_t num_rows, int64_t num_columns, int64_t size);
 
-// The first of each row's largest products, NaN left out; -1 if none is above -inf. The
-// format is a quantized weight's, or kVllmFloat32.
-VLLM_API void vllm_linear_argmax(const float* x, int64_t x_stride, const void* packed,
-                                 int64_t format, const float* bias, int64_t num_rows,
-                                 int64_t num_columns, int64_t size, int64_t* out);
+// What samplers need to know of products. The format is a quantized weight's, or
+// kVllmFloat32. Of every row the first of the largest products, NaN left out, -1 if none is
+// above -inf: argmax [num_rows]. Of listed_rows [num_listed] the first `count` columns in
+// the order of their products, as vllm_likeliest_tokens, and these products: ids and
+// products [num_listed][count], count in 1..64; and logsumexp [num_listed], as
+// vllm_logprob_stats. Of written_rows [num_written] all products: written
+// [num_written][num_columns]. Rows are named in increasing order.
+VLLM_API int64_t vllm_linear_statistics(
+    const float* x, int64_t x_stride, const void* packed, int64_t format, const float* bias,
+    int64_t num_rows, int64_t num_columns, int64_t size, int64_t* argmax,
+    const int64_t* listed_rows, int64_t num_listed, int64_t count, int64_t* ids,
+    float* products, float* logsumexp, const int64_t* written_rows, int64_t num_written,
+    float* written);
 
 VLLM_API int64_t vllm_context_slots(const int32_t* block_rows, int64_t num_rows,
                                     int64_t max_blocks, const int32_t* idx_mapping,

@@ -228,12 +228,11 @@ VLLM_API int64_t vllm_logprob_stats(const float* logits, int64_t stride,
     if (token_ids[row] < 0 || token_ids[row] >= vocab_size) return 1;
   parallel_for(num_rows, grain_for(vocab_size, 4096), [&](int64_t row) {
     const float* values = logits + row * stride;
-    const float top = row_max(values, vocab_size);
-    const bool is_finite = top > -kInfinity && top < kInfinity;
-    logsumexp[row] = top;
-    if (is_finite)
-      logsumexp[row] =
-          static_cast<float>(top + std::log(sum_of_exp<false>(values, vocab_size, top)));
+    thread_local std::vector<SegmentSum> segments;
+    segments.clear();
+    for (int64_t start = 0; start < vocab_size; start += kSegment)
+      segments.emplace_back(values + start, std::min(kSegment, vocab_size - start));
+    logsumexp[row] = log_sum_exp(segments.data(), num_segments(vocab_size));
     rank[row] = rank_of(values, vocab_size, values[token_ids[row]]);
   });
   return 0;

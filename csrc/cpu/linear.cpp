@@ -136,27 +136,32 @@ void multiply(const Linear& l) {
   const int64_t wanted = num_threads() == 1 ? 1 : 4 * num_threads();
   int64_t chunks = (wanted + num_blocks - 1) / num_blocks;
   if (chunks > num_pairs) chunks = num_pairs;
-  const int64_t per_chunk = (num_pairs + chunks - 1) / chunks;
-  chunks = (num_pairs + per_chunk - 1) / per_chunk;
+  const int64_t per_chunk =
+      round_up((num_pairs + chunks - 1) / chunks * kPairWidth, l.out.grain());
+  chunks = (l.num_columns + per_chunk - 1) / per_chunk;
+  if (l.out.reader != nullptr) l.out.reader->begin(chunks);
 
-  PartedOutput out(l.out, l.num_rows, chunks);
   const auto item = [&](int64_t task) {
     thread_local PackedRows packed;
-    Linear part = l;
-    part.out = out.part(task % chunks);
+    const int64_t chunk = task % chunks;
     const int64_t first_row = task / chunks * block;
     const int64_t count = l.num_rows - first_row < block ? l.num_rows - first_row : block;
-    const int64_t first = task % chunks * per_chunk;
-    const int64_t last = first + per_chunk < num_pairs ? first + per_chunk : num_pairs;
     // One row is its own interleaving.
     const float* rows = count == 1 ? l.x + first_row * l.x_stride
                                    : packed.get(l, call, first_row, count);
-    multiply_block(part, rows, first_row, count, first, last);
+    const int64_t first = chunk * per_chunk;
+    const int64_t end = std::min(first + per_chunk, l.num_columns);
+    l.out.fill(chunk, first_row, first_row + count, first, end,
+               [&](const Output& out, int64_t start, int64_t stop) {
+                 Linear part = l;
+                 part.out = out;
+                 multiply_block(part, rows, first_row, count, start / kPairWidth,
+                                (stop + kPairWidth - 1) / kPairWidth);
+               });
   };
   const int64_t work = l.num_rows * l.num_columns * l.size;
   const int64_t count = num_blocks * chunks;
   parallel_for(count, work < kMinWork ? count : 1, item);
-  out.join();
 }
 
 // Rows that are not plain, made.

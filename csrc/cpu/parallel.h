@@ -188,6 +188,10 @@ class Countdown {
   std::atomic<int64_t> num_left_;
 };
 
+inline int64_t round_up(int64_t value, int64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
 // The grain at which one hand-out is worth at least `minimum` units of work.
 inline int64_t grain_for(int64_t work_per_item, int64_t minimum) {
   const int64_t items = minimum / (work_per_item > 0 ? work_per_item : 1);

@@ -181,9 +181,10 @@ inline void prefetch(const uint8_t* data, int64_t num_bytes) {
   for (int64_t line = 0; line < num_bytes; line += 64) __builtin_prefetch(data + line);
 }
 
+// Never part of its caller, whose variables would take registers from the inner loop.
 template <Format F, int ROWS>
-void multiply_tile(const Product& p, const uint8_t* tile, int64_t first_row,
-                   int64_t panel) {
+__attribute__((noinline)) void multiply_tile(const Product& p, const uint8_t* tile,
+                                             int64_t first_row, int64_t panel) {
   const uint8_t* record = p.packed + panel * panel_bytes(F, p.size);
   const auto* x = reinterpret_cast<const TileBlock<ROWS>*>(tile);
   Vec acc[ROWS];
@@ -209,8 +210,8 @@ void multiply_tile(const Product& p, const uint8_t* tile, int64_t first_row,
 
 // One scale a row and column: the whole sum is an integer.
 template <int ROWS>
-void multiply_int8_tile(const Product& p, const uint8_t* tile, int64_t first_row,
-                        int64_t panel) {
+__attribute__((noinline)) void multiply_int8_tile(const Product& p, const uint8_t* tile,
+                                                  int64_t first_row, int64_t panel) {
   constexpr Format F = Format::kInt8;
   const uint8_t* record = p.packed + panel * panel_bytes(F, p.size);
   const auto* x = reinterpret_cast<const TileBlock<ROWS>*>(tile);
@@ -271,15 +272,16 @@ void multiply(const Product& p) {
   const int64_t wanted = num_threads() == 1 ? 1 : 4 * num_threads();
   int64_t chunks = (wanted + num_row_parts - 1) / num_row_parts;
   if (chunks > p.panels()) chunks = p.panels();
-  const int64_t per_chunk = (p.panels() + chunks - 1) / chunks;
-  chunks = (p.panels() + per_chunk - 1) / per_chunk;
+  const int64_t per_chunk =
+      round_up((p.panels() + chunks - 1) / chunks * kLanes, p.out.grain());
+  chunks = (p.num_columns + per_chunk - 1) / per_chunk;
+  if (p.out.reader != nullptr) p.out.reader->begin(chunks);
 
   const int64_t rows_at_once = grain_for(p.size, kPieceElements);
   const int64_t num_quantizing = (p.num_rows + rows_at_once - 1) / rows_at_once;
   const int64_t count = num_quantizing + num_row_parts * chunks;
   const int64_t work = p.num_rows * p.num_columns * p.size;
   Countdown unquantized(num_quantizing);
-  PartedOutput out(p.out, p.num_rows, chunks);
   parallel_for(count, work < kMinWork ? count : 1, [&](int64_t task) {
     if (task < num_quantizing) {
       const int64_t start = task * rows_at_once;
@@ -288,20 +290,24 @@ void multiply(const Product& p) {
       return unquantized.finish_item();
     }
     const int64_t place = task - num_quantizing;
-    Product part = p;
-    part.out = out.part(place % chunks);
     const int64_t first_row = place / chunks * rows;
     const int64_t end_row =
         first_row + rows < p.num_rows ? first_row + rows : p.num_rows;
     const int64_t first = place % chunks * per_chunk;
-    const int64_t last = first + per_chunk < p.panels() ? first + per_chunk : p.panels();
+    const int64_t end =
+        first + per_chunk < p.num_columns ? first + per_chunk : p.num_columns;
     if (!unquantized.is_over()) {
-      prefetch(p.packed + first * panel_bytes(F, p.size), kAheadBytes);
+      prefetch(p.packed + first / kLanes * panel_bytes(F, p.size), kAheadBytes);
       spin_until([&] { return unquantized.is_over(); });
     }
-    multiply_part<F>(part, tiles, first_row, end_row, first, last);
+    p.out.fill(place % chunks, first_row, end_row, first, end,
+               [&](const Output& out, int64_t start, int64_t stop) {
+                 Product part = p;
+                 part.out = out;
+                 multiply_part<F>(part, tiles, first_row, end_row, start / kLanes,
+                                  (stop + kLanes - 1) / kLanes);
+               });
   });
-  out.join();
 }
 
 }  // namespace

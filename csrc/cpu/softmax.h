@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "vec.h"
@@ -35,6 +36,40 @@ double sum_of_exp(const float* logits, int64_t size, float top) {
     total += static_cast<double>(sum(partial));
   }
   return total;
+}
+
+// Columns whose sum of e^logit is one number. How the sum of a row is grouped depends on
+// its length alone, whoever computes which part of it: its bits do too.
+constexpr int64_t kSegment = 512;
+
+inline int64_t num_segments(int64_t size) { return (size + kSegment - 1) / kSegment; }
+
+// Of the logits of a segment.
+struct SegmentSum {
+  float top;    // -inf where none is above it
+  float total;  // of e^(logit - top); NaN where a logit is
+
+  SegmentSum() = default;
+  SegmentSum(const float* logits, int64_t size) : top(row_max(logits, size)) {
+    const Vec base = broadcast(std::isfinite(top) ? top : 0.0f);
+    Vec partial = broadcast(0.0f);
+    for (int64_t start = 0; start < size; start += kLanes)
+      partial = partial + exp(load_at(logits, start, size, -kInfinity) - base);
+    total = sum(partial);
+  }
+};
+
+// The logarithm of the sum of e^logit of a row in segments.
+inline float log_sum_exp(const SegmentSum* segments, int64_t count) {
+  float top = -kInfinity;
+  for (int64_t i = 0; i < count; ++i) top = std::max(top, segments[i].top);
+  if (!std::isfinite(top)) return top;
+  double total = 0.0;
+  for (int64_t i = 0; i < count; ++i) {
+    const double distance = static_cast<double>(segments[i].top) - static_cast<double>(top);
+    total += static_cast<double>(segments[i].total) * std::exp(distance);
+  }
+  return static_cast<float>(static_cast<double>(top) + std::log(total));
 }
 
 // The softmax of a row; NaN where a logit is NaN or none is finite and largest.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from vllm._cpu_ops_decoder import DecoderLayerWeights
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -317,6 +318,25 @@ class DenseCausalLM(Layer):
     def maybe_compute_argmax(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return [N] int64, the likeliest tokens, where logits need not be written."""
         return self.lm_head.maybe_argmax(hidden_states)
+
+    def maybe_compute_statistics(
+        self,
+        hidden_states: torch.Tensor,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
+    ) -> LinearStatistics | None:
+        """Return what samplers read of the logits, where not all need be written.
+
+        Args:
+            hidden_states: [N, hidden_size].
+            listed_rows: [n] int64, increasing; of which the likeliest are wanted.
+            count: of these.
+            written_rows: [m] int64, increasing; of which all logits are wanted.
+        """
+        return self.lm_head.maybe_statistics(
+            hidden_states, listed_rows, count, written_rows
+        )
 
     def set_aux_hidden_state_layers(self, layer_ids: tuple[int, ...]) -> None:
         """Make `forward` return the residual stream at some layers too.

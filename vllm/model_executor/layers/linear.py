@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from vllm._cpu_ops_decoder import LinearWeights
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.model_executor.layers.embedding import VocabEmbedding
 from vllm.model_executor.layers.layer import Layer, empty_weight
 from vllm.model_executor.layers.quantization.methods import (
@@ -101,6 +102,18 @@ class Linear(Layer):
     def maybe_argmax(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return [M] int64, the largest output of each row; None: see the weight's."""
         return self.packed.maybe_argmax(x, self.bias)
+
+    def maybe_statistics(
+        self,
+        x: torch.Tensor,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
+    ) -> LinearStatistics | None:
+        """Return what is known of the outputs without them; None: see the weight's."""
+        return self.packed.maybe_statistics(
+            x, self.bias, listed_rows, count, written_rows
+        )
 
     @property
     def packed(self) -> PackedWeight:

@@ -4,6 +4,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
@@ -24,6 +25,24 @@ class CausalLM(Protocol):
 
         The first of equal ones, NaN left out, -1 where no logit is above -inf; None
         where the output layer can only write the logits.
+        """
+
+    def maybe_compute_statistics(
+        self,
+        hidden_states: torch.Tensor,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
+    ) -> LinearStatistics | None:
+        """Return what samplers read of the logits, few of which are written.
+
+        None where the output layer can only write all of them.
+
+        Args:
+            listed_rows: [n] int64, increasing; of which the likeliest tokens are
+                wanted.
+            count: of these, 1 to MAX_LISTED and at most all.
+            written_rows: [m] int64, increasing; of which all logits are wanted.
         """
 
     def get_kv_cache_specs(

@@ -8,6 +8,7 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm._cpu_ops_decoder import WeightPart
+from vllm._cpu_ops_torch import LinearStatistics
 
 # Rows of the unit matrix at once, which bounds the products that they give.
 _NUM_UNITS_AT_ONCE = 64
@@ -66,13 +67,45 @@ class PackedWeight(ABC):
 
         None where the product has to be.
         """
-        parts = self.compiled_parts()
-        if parts is None or len(parts) > 1:
+        part = self._maybe_one_part()
+        if part is None:
             return None
-        [part] = parts
         return ops.linear_argmax(
             x, part.packed, part.quant_type, part.num_columns, bias
         )
+
+    def maybe_statistics(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        listed_rows: torch.Tensor,
+        count: int,
+        written_rows: torch.Tensor,
+    ) -> LinearStatistics | None:
+        """Return `linear_statistics` of `multiply`; None where all has to be written.
+
+        Args:
+            listed_rows: [n] int64, increasing; of which the largest are wanted.
+            count: of these.
+            written_rows: [m] int64, increasing; of which all are wanted.
+        """
+        part = self._maybe_one_part()
+        if part is None:
+            return None
+        return ops.linear_statistics(
+            x,
+            part.packed,
+            part.quant_type,
+            part.num_columns,
+            bias,
+            listed_rows,
+            count,
+            written_rows,
+        )
+
+    def _maybe_one_part(self) -> WeightPart | None:
+        parts = self.compiled_parts()
+        return parts[0] if parts is not None and len(parts) == 1 else None
 
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -36,3 +36,25 @@ def test_the_argmax_is_the_first_largest_that_is_a_number(device, finds_argmax):
     token_ids = OutputRows(layer, torch.tensor(rows, device=device)).argmax()
     assert token_ids.tolist() == [1, -1, 2, 0]
     assert layer.passes == (["argmax"] if finds_argmax else ["logits"])
+
+
+def test_statistics_are_of_the_rows_that_are_named(device):
+    layer = OutputLayer(finds_argmax=True)
+    outputs = OutputRows(layer, torch.tensor([[0.0, 2.0], [3.0, 1.0]], device=device))
+    second = torch.tensor([1], device=device)
+    one = outputs.maybe_statistics(second, 1, outputs.no_rows)
+    assert (one.argmax.tolist(), one.ids.tolist()) == ([1, 0], [[0]])
+    assert one.written.shape == (0, 2)
+    both = outputs.maybe_statistics(outputs.all_rows, 2, second)
+    assert both.ids.tolist() == [[1, 0], [0, 1]]
+    assert both.written.tolist() == [[3.0, 1.0]]
+    assert layer.passes == ["statistics"] * 2
+
+
+@pytest.mark.parametrize("finds_argmax", [False, True])
+def test_logits_that_are_there_have_no_statistics_beside_them(device, finds_argmax):
+    layer = OutputLayer(finds_argmax=finds_argmax)
+    outputs = OutputRows(layer, torch.zeros(3, 4, device=device))
+    if finds_argmax:
+        assert outputs.logits.shape == (3, 4)
+    assert outputs.maybe_statistics(outputs.all_rows, 1, outputs.no_rows) is None

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.v1.worker.gpu.output_layers import OutputLayer
+from vllm.config.model import LOGPROBS_MODES
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, prefix_sum
@@ -232,19 +233,86 @@ def test_greedy_requests_are_sampled_without_their_logits(device):
     assert step.output_layer.passes == ["argmax"]
 
 
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize("wishes", [[0], [1], [5, 2], [None, 3, 0], [11, None]])
+def test_logprobs_of_greedy_requests_need_no_logits(mode, wishes, device):
+    params = [SamplingParams(**GREEDY, logprobs=wish) for wish in wishes]
+    step, written = (Step(device, *params, mode=mode) for _ in range(2))
+    written.output_layer.finds_argmax = False
+    output, expected = step.run(), written.run()
+    assert step.output_layer.passes == ["statistics"]
+    assert written.output_layer.passes == ["logits"]
+    assert torch.equal(output.sampled_token_ids, expected.sampled_token_ids)
+    tensors, others = output.logprobs_tensors, expected.logprobs_tensors
+    for ours, theirs in zip(tensors[:3], others[:3], strict=True):
+        assert torch.equal(ours, theirs)
+    assert [ours.dtype for ours in tensors[:3]] == [one.dtype for one in others[:3]]
+    assert tensors[3:] == others[3:]
+
+
 @pytest.mark.parametrize(
     "params",
     [
         SamplingParams(seed=0),
-        SamplingParams(**GREEDY, logprobs=0),
+        SamplingParams(**GREEDY, logprobs=-1),
+        SamplingParams(**GREEDY, logprobs=1, logprob_token_ids=[3]),
         SamplingParams(**GREEDY, presence_penalty=0.5),
         SamplingParams(**GREEDY, logit_bias={3: 1.0}),
     ],
 )
-def test_one_request_that_needs_whole_rows_gets_them_for_all(device, params):
+def test_one_request_that_needs_a_whole_row_gets_its_own(device, params):
+    if device.type == "cuda":
+        pytest.skip("all rows are written")
     step = Step(device, SamplingParams(**GREEDY), params)
     assert _tokens(step.run())[0] == step.logits[0].argmax()
-    assert step.output_layer.passes == ["logits"]
+    assert step.output_layer.passes == ["statistics"]
+    assert step.output_layer.num_written == [1]
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize("widest", [None, 2, 9])
+def test_a_step_in_parts_gives_what_whole_rows_give(mode, widest, device):
+    greedy = [SamplingParams(**GREEDY, logprobs=wish) for wish in (None, widest, 0)]
+    params = [*MIXED[:4], greedy[1], *MIXED[4:], greedy[0], greedy[2]]
+    step, written = (Step(device, *params, mode=mode) for _ in range(2))
+    written.output_layer.finds_argmax = False
+    indices = list(range(len(params)))
+    # Some in another order, and one that owns no row.
+    for chosen in (indices, [8, 4, 2, 10, 0, 3], [1, 0], [4, 6], [11, 7]):
+        num_rows = [1] * len(chosen)
+        if len(chosen) > 2:
+            num_rows[2] = 0
+        output, expected = step.run(chosen, num_rows), written.run(chosen, num_rows)
+        assert torch.equal(output.sampled_token_ids, expected.sampled_token_ids)
+        assert torch.equal(output.num_sampled, expected.num_sampled)
+        if expected.logprobs_tensors is None:
+            assert output.logprobs_tensors is None
+            continue
+        lists, others = (
+            one.logprobs_tensors.to_cpu_nonblocking().tolists()
+            for one in (output, expected)
+        )
+        assert lists.cu_num_generated_tokens == others.cu_num_generated_tokens
+        for batch_idx, row in enumerate(chosen):
+            wish = params[row].num_logprobs
+            if wish is None or num_rows[batch_idx] == 0:
+                continue
+            mine = lists.slice_request(batch_idx, 1)
+            theirs = others.slice_request(batch_idx, 1)
+            np.testing.assert_array_equal(mine[2], theirs[2])
+            for ours, wanted in zip(mine[:2], theirs[:2], strict=True):
+                ours, wanted = (x[:, : 1 + wish] for x in (ours, wanted))
+                np.testing.assert_array_equal(ours, wanted)
+    if device.type == "cpu":
+        assert set(step.output_layer.passes) == {"statistics"}
+
+
+def test_more_logprobs_than_are_listed_need_whole_rows(device):
+    for wish, expected in ((64, "statistics"), (65, "logits")):
+        params = SamplingParams(**GREEDY, logprobs=wish)
+        step = Step(device, params, vocab_size=100)
+        assert step.run().logprobs_tensors.logprobs.shape == (1, 1 + wish)
+        assert step.output_layer.passes == [expected]
 
 
 def test_a_grammar_needs_whole_rows(device):

@@ -6,6 +6,7 @@ from tests.v1.worker.gpu.output_layers import OutputLayer, rows_of
 from tests.v1.worker.gpu.spec_decode.spec_rows import make_spec_rows
 from vllm import envs
 from vllm.config import SpeculativeConfig
+from vllm.config.model import LOGPROBS_MODES
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists, SamplerOutput
 from vllm.v1.worker.gpu.sample import sampler
@@ -200,7 +201,8 @@ def test_a_split_that_only_the_device_knows_has_device_boundaries(device):
     rows = steps.rows(drafts, num_scheduled=[3, 3])
     assert not rows.layout.is_exact_on_host
     verifier = RejectionSampler(steps.sampler, SpeculativeConfig("ngram", NUM_DRAFTS))
-    tensors = verifier(rows_of(steps.logits(rows)), rows, None).logprobs_tensors
+    outputs = OutputRows(steps.output_layer, steps.logits(rows))
+    tensors = verifier(outputs, rows, None).logprobs_tensors
     assert tensors.cu_num_generated_tokens is None
     # The next step rewrites the buffer.
     rows.layout.cu_num_logits.zero_()
@@ -361,6 +363,35 @@ def test_greedy_drafts_are_judged_without_the_logits(device):
     assert torch.equal(output.sampled_token_ids[:, :3], tokens[:, :3])
 
 
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+# The drafts that are scheduled, of which those that are there are verified: with three
+# for each, only the device knows whose rows they are.
+@pytest.mark.parametrize("num_scheduled", [None, [3, 3, 3]])
+def test_logprobs_of_greedy_drafts_need_no_logits(mode, num_scheduled, device):
+    params = [SamplingParams(**GREEDY, logprobs=wish) for wish in (None, 3, 0)]
+    steps, written = Steps(device, params, mode), Steps(device, params, mode)
+    written.output_layer.finds_argmax = False
+    tokens = torch.cat([out.sampled_token_ids for out in steps.decode(5)], dim=1)
+    steps.restart()
+    all_right, one_right, _ = tokens.tolist()
+    drafts = [all_right[:3], [one_right[0], 0], []]
+    output, expected = (each.verify(drafts, num_scheduled) for each in (steps, written))
+    assert steps.output_layer.passes == ["statistics"]
+    assert written.output_layer.passes == ["logits"]
+    assert torch.equal(output.sampled_token_ids, expected.sampled_token_ids)
+    assert torch.equal(output.num_sampled, expected.num_sampled)
+    lists, others = _lists(output), _lists(expected)
+    assert lists.cu_num_generated_tokens == others.cu_num_generated_tokens
+    num_sampled = output.num_sampled.tolist()
+    assert num_sampled == [4, 2, 1]
+    # The first request wants none.
+    for row, num_emitted in list(enumerate(num_sampled))[1:]:
+        mine = lists.slice_request(row, num_emitted)
+        theirs = others.slice_request(row, num_emitted)
+        for actual, wanted in zip(mine[:3], theirs[:3], strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+
+
 @pytest.mark.parametrize("whole", WHOLE_ROWS, ids=["grammar", "synthetic"])
 def test_what_needs_whole_rows_gets_the_logits(device, whole):
     steps = Steps(device, [SamplingParams(**GREEDY)] * 2)
@@ -369,11 +400,66 @@ def test_what_needs_whole_rows_gets_the_logits(device, whole):
 
 
 @pytest.mark.parametrize("params", MIXED[1:])
-def test_one_request_that_needs_whole_rows_gets_them_for_all(device, params):
+def test_one_request_that_needs_whole_rows_gets_its_own(device, params):
+    if device.type == "cuda":
+        pytest.skip("all rows are written")
     steps = Steps(device, [MIXED[0], params])
-    greedy = steps.verify([[1, 2], None])
-    assert steps.output_layer.passes == ["logits"]
+    together = steps.verify([[1, 2], [3]])
+    assert steps.output_layer.passes == ["statistics"]
+    assert steps.output_layer.num_written == [2]
     alone = Steps(device, [MIXED[0]])
     expected = alone.verify([[1, 2]])
     assert alone.output_layer.passes == ["argmax"]
-    assert torch.equal(greedy.sampled_token_ids[:1], expected.sampled_token_ids)
+    assert torch.equal(together.sampled_token_ids[:1], expected.sampled_token_ids)
+
+
+def test_a_request_without_a_row_needs_none(device):
+    steps = Steps(device, MIXED[:2])
+    steps.verify([[1, 2], None])
+    assert steps.output_layer.passes == ["argmax"]
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize("has_draft_logits", [False, True])
+def test_a_step_in_parts_gives_what_whole_rows_give(mode, has_draft_logits, device):
+    # Drafts of the request without a seed are judged by chance.
+    params = [*MIXED, *(SamplingParams(**GREEDY, logprobs=n) for n in (7, 0))]
+    params.append(SamplingParams(logprobs=1))
+    steps, written = Steps(device, params, mode), Steps(device, params, mode)
+    written.output_layer.finds_argmax = False
+    tokens = torch.cat([out.sampled_token_ids for out in written.decode(5)], dim=1)
+    written.restart()
+    drafts: list[list[int] | None] = [
+        [*one[: place % 4], *[5] * (place % 3)]
+        for place, one in enumerate(tokens.tolist())
+    ]
+    drafts = [one[:NUM_DRAFTS] for one in drafts]
+    drafts[2], drafts[11] = None, []
+    draft_logits = None
+    if has_draft_logits:
+        draft_logits = torch.randn(len(params), NUM_DRAFTS, VOCAB_SIZE, device=device)
+    outputs = []
+    for each in (steps, written):
+        rows = each.rows(drafts)
+        verifier = RejectionSampler(
+            each.sampler, SpeculativeConfig("ngram", NUM_DRAFTS)
+        )
+        layer = OutputRows(each.output_layer, each.logits(rows))
+        outputs.append(verifier(layer, rows, draft_logits))
+    output, expected = outputs
+    if device.type == "cpu":
+        assert steps.output_layer.passes == ["statistics"]
+    assert torch.equal(output.sampled_token_ids, expected.sampled_token_ids)
+    assert torch.equal(output.num_sampled, expected.num_sampled)
+    lists, others = _lists(output), _lists(expected)
+    assert lists.cu_num_generated_tokens == others.cu_num_generated_tokens
+    for row, num_emitted in enumerate(output.num_sampled.tolist()):
+        wish = params[row].num_logprobs
+        if wish is None:
+            continue
+        mine = lists.slice_request(row, num_emitted)
+        theirs = others.slice_request(row, num_emitted)
+        np.testing.assert_array_equal(mine[2], theirs[2])
+        for ours, wanted in zip(mine[:2], theirs[:2], strict=True):
+            ours, wanted = (x[:, : 1 + wish] for x in (ours, wanted))
+            np.testing.assert_array_equal(ours, wanted)

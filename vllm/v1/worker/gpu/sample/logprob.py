@@ -1,8 +1,10 @@
 """Log-probabilities, or logits, of the sampled tokens and of the likeliest others."""
 
 import torch
+import torch.nn.functional as F
 
 from vllm import _custom_ops as ops
+from vllm._cpu_ops_torch import LinearStatistics
 from vllm.triton_utils import tl, triton
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.ragged import RaggedRows
@@ -55,6 +57,63 @@ def compute_topk_scores(
         scores -= logsumexp.unsqueeze(1)
     if chosen_token_ids is not None:
         scores.masked_fill_(token_ids < 0, float("-inf"))
+    return _with_boundaries(token_ids, scores, ranks, cu_num_logits)
+
+
+def listed_scores(
+    statistics: LinearStatistics,
+    num_logprobs: int,
+    cu_num_logits: list[int] | torch.Tensor | None = None,
+    *,
+    logits_mode: bool = False,
+) -> LogprobsTensors:
+    """Return what `compute_topk_scores` does of rows whose token is their argmax.
+
+    Args:
+        statistics: of at least one token a row, and at least num_logprobs.
+        num_logprobs: candidates beside the token.
+        cu_num_logits: as in `compute_topk_scores`.
+        logits_mode: as in `compute_topk_scores`.
+    """
+    ids, products = statistics.ids, statistics.products
+    token_ids = torch.cat([ids[:, :1], ids[:, :num_logprobs]], dim=1)
+    scores = torch.cat([products[:, :1], products[:, :num_logprobs]], dim=1)
+    if not logits_mode:
+        scores -= statistics.logsumexp.unsqueeze(1)
+    ranks = torch.ones_like(statistics.logsumexp, dtype=torch.int32)
+    return _with_boundaries(token_ids, scores, ranks, cu_num_logits)
+
+
+def join_scores(
+    parts: tuple[LogprobsTensors, LogprobsTensors],
+    logit_idx: tuple[torch.Tensor, torch.Tensor],
+    cu_num_logits: list[int] | torch.Tensor | None,
+) -> LogprobsTensors:
+    """Put the rows of two parts in the order of their logit rows.
+
+    Args:
+        parts: of any number of candidates; the fewer are filled up.
+        logit_idx: of each part, [n] int64, which rows they are.
+        cu_num_logits: of the joined rows, as in `compute_topk_scores`.
+    """
+    width = max(part.logprobs.shape[1] for part in parts)
+    padded = []
+    for part in parts:
+        padding = 0, width - part.logprobs.shape[1]
+        token_ids = F.pad(part.logprob_token_ids, padding, value=PADDING_TOKEN_ID)
+        scores = F.pad(part.logprobs, padding, value=float("-inf"))
+        padded.append(LogprobsTensors(token_ids, scores, part.selected_token_ranks))
+    order = torch.cat(logit_idx).argsort()
+    token_ids, scores, ranks = (x[order] for x in LogprobsTensors.cat(padded)[:3])
+    return _with_boundaries(token_ids, scores, ranks, cu_num_logits)
+
+
+def _with_boundaries(
+    token_ids: torch.Tensor,
+    scores: torch.Tensor,
+    ranks: torch.Tensor,
+    cu_num_logits: list[int] | torch.Tensor | None,
+) -> LogprobsTensors:
     token_ids = token_ids.to(torch.int32)
     if isinstance(cu_num_logits, torch.Tensor):
         boundaries = cu_num_logits.clone()

@@ -47,6 +47,10 @@ class RaggedRows:
         if self._rows.pop(req_state_idx, None) is not None:
             self._is_stale = True
 
+    def has_list(self, req_state_idx: int) -> bool:
+        """Whether the row has a list, also one that the device does not know yet."""
+        return req_state_idx in self._rows
+
     def apply_staged_writes(self) -> None:
         """Make the changes visible to the device."""
         if not self._is_stale:

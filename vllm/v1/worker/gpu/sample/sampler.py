@@ -20,7 +20,11 @@ from vllm.v1.worker.gpu.sample.allowed_token_ids import (
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.logprob import (
+    compute_topk_scores,
+    join_scores,
+    listed_scores,
+)
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.min_tokens import MinTokensState, apply_min_tokens
 from vllm.v1.worker.gpu.sample.output import no_samples, spread_rows
@@ -102,6 +106,71 @@ class SamplingRows:
             positions=self.positions[start:end],
             first_logit_idx=self.first_logit_idx + start,
         )
+
+    def keep(self, is_kept: np.ndarray) -> "KeptRows":
+        """Take the rows of some requests; the others then own none.
+
+        The host knows whose the rows are.
+
+        Args:
+            is_kept: [num_reqs] bool.
+        """
+        num_rows = np.diff(self.layout.verified_cu_num_logits_np)
+        device = self.expanded_idx_mapping.device
+        logit_idx = to_device(np.flatnonzero(np.repeat(is_kept, num_rows)), device)
+        cu_num_logits_np = prefix_sum(num_rows * is_kept)
+        layout = replace(
+            self.layout,
+            cu_num_logits_np=cu_num_logits_np,
+            cu_num_logits=to_device(cu_num_logits_np, device),
+            num_draft_tokens_per_req=None,
+            draft_budget=0,
+        )
+        rows = replace(
+            self,
+            expanded_idx_mapping=self.expanded_idx_mapping[logit_idx],
+            expanded_local_pos=self.expanded_local_pos[logit_idx],
+            positions=self.positions[logit_idx],
+            # A request's drafts are the inputs of its own rows.
+            input_ids=self.input_ids[logit_idx],
+            layout=layout,
+        )
+        return KeptRows(rows, logit_idx, to_device(is_kept, device))
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The rows of some requests of a step.
+
+    Args:
+        rows: of these, in a layout of their own.
+        logit_idx: [n] int64, which rows of the step they are.
+        is_kept: [num_reqs] bool, whose they are.
+    """
+
+    rows: SamplingRows
+    logit_idx: torch.Tensor
+    is_kept: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """What one pass over the output layer says of a step.
+
+    Args:
+        token_ids: [num_logits] int64, each row's likeliest token.
+        scores: log-probabilities of the rows that emit it and want them; None: of none.
+        scored_idx: [n] int64, which rows of the step these are.
+        others: the rows that may emit another token, or of which more is to be said;
+            None: there are none.
+        logits: [number of others, vocab_size] float32; the reader may change them.
+    """
+
+    token_ids: torch.Tensor
+    scores: LogprobsTensors | None
+    scored_idx: torch.Tensor
+    others: KeptRows | None
+    logits: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -267,15 +336,23 @@ class Sampler:
                 rows.layout,
                 fill=0,
             )
-        logprobs_tensors = None
         uses = self.find_uses(rows.idx_mapping_np)
-        if apply_grammar is None and not uses:
-            # Greedy, with no effect on the logits and nobody who reads them.
-            sampled = outputs.argmax()
-        else:
+        likeliest = None
+        if apply_grammar is None:
+            likeliest = self.maybe_take_likeliest(outputs, rows, uses)
+        if likeliest is None:
             sampled, logprobs_tensors = self._sample_rows(
                 outputs.logits, rows, apply_grammar, uses
             )
+        else:
+            sampled, logprobs_tensors = likeliest.token_ids, likeliest.scores
+            others = likeliest.others
+            if others is not None:
+                token_ids, scores = self._sample_rows(
+                    likeliest.logits, others.rows, None, uses
+                )
+                sampled[others.logit_idx] = token_ids
+                logprobs_tensors = self.join_scores(likeliest, scores, rows)
         num_rows = self._one_row[: len(outputs)]
         if len(outputs) < rows.num_reqs:
             num_rows = torch.diff(rows.layout.cu_num_logits)
@@ -284,6 +361,83 @@ class Sampler:
             num_rows,
             logprobs_tensors,
             num_nans,
+        )
+
+    def maybe_take_likeliest(
+        self, outputs: OutputRows, rows: SamplingRows, uses: int
+    ) -> Likeliest | None:
+        """Return what the output layer says of greedy rows, and the logits of others.
+
+        None where it takes the logits of all rows: these may be sampled as any others,
+        with the same result.
+
+        Args:
+            outputs: of the step.
+            rows: of the step, which no grammar masks.
+            uses: of all their requests.
+        """
+        no_rows = outputs.no_rows
+        if not uses:
+            return Likeliest(outputs.argmax(), None, no_rows, None, no_rows)
+        layout = rows.layout
+        needs_logits = (self._uses_np[rows.idx_mapping_np] & ~Uses.LOGPROBS) != 0
+        needs_logits &= layout.is_sampling_np
+        others, greedy = None, None
+        if needs_logits.any():
+            is_divisible = layout.is_exact_on_host and outputs.device.type != "cuda"
+            if not is_divisible or not (layout.is_sampling_np & ~needs_logits).any():
+                return None
+            others, greedy = rows.keep(needs_logits), rows.keep(~needs_logits)
+        scored = self.find_logprob_rows(rows if greedy is None else greedy.rows)
+        if others is None and scored is None:
+            return Likeliest(outputs.argmax(), None, no_rows, None, no_rows)
+        written_idx = no_rows if others is None else others.logit_idx
+        scored_idx = no_rows
+        if scored is not None:
+            all_idx = outputs.all_rows if greedy is None else greedy.logit_idx
+            scored_idx = scored.select(all_idx)
+        num_logprobs = 0 if scored is None else scored.num_logprobs
+        statistics = outputs.maybe_statistics(
+            scored_idx, max(num_logprobs, 1), written_idx
+        )
+        if statistics is None:
+            return None
+        scores = None
+        if scored is not None:
+            scores = listed_scores(
+                statistics,
+                num_logprobs,
+                scored.cu_num_rows,
+                logits_mode=self.logits_mode,
+            )
+        return Likeliest(
+            statistics.argmax, scores, scored_idx, others, statistics.written
+        )
+
+    def join_scores(
+        self,
+        likeliest: Likeliest,
+        other_scores: LogprobsTensors | None,
+        rows: SamplingRows,
+    ) -> LogprobsTensors | None:
+        """Return the log-probabilities of all rows of a step.
+
+        Args:
+            likeliest: of the step, with others.
+            other_scores: of the others.
+            rows: of the step.
+        """
+        if other_scores is None or likeliest.scores is None:
+            return other_scores or likeliest.scores
+        others, wanted = likeliest.others, self.find_logprob_rows(rows)
+        assert others is not None, "a part has no rows"
+        assert wanted is not None, "nobody wants scores"
+        scored = self.find_logprob_rows(others.rows)
+        assert scored is not None, "the others have scores"
+        return join_scores(
+            (likeliest.scores, other_scores),
+            (likeliest.scored_idx, scored.select(others.logit_idx)),
+            wanted.cu_num_rows,
         )
 
     def find_uses(self, idx_mapping_np: np.ndarray) -> int:

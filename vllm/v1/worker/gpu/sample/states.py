@@ -5,6 +5,7 @@ import secrets
 import numpy as np
 import torch
 
+from vllm._custom_ops import MAX_LISTED
 from vllm.sampling_params import SamplingParams
 from vllm.utils.seeds import request_seed
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
@@ -125,13 +126,20 @@ class SamplingStates:
         is_filtered = (
             self.top_k.np[req_state_idx] > 0 or self.top_p.np[req_state_idx] < 1.0
         )
+        num_logprobs = self.num_logprobs_np[req_state_idx]
+        # All tokens are sorted by torch, which has a place of its own for NaN.
+        max_listed = min(MAX_LISTED, self.vocab_size - 1)
+        has_unlisted = num_logprobs > max_listed or self.chosen_token_ids.has_list(
+            req_state_idx
+        )
         uses = 0
         for bit, is_used in (
             (Uses.NOISE, temperature != 0.0),
             (Uses.TEMPERATURE, temperature not in (0.0, 1.0)),
             (Uses.MIN_P, self.min_p.np[req_state_idx] != 0.0),
             (Uses.TOP_K_TOP_P, is_filtered),
-            (Uses.LOGPROBS, self.num_logprobs_np[req_state_idx] != NO_LOGPROBS),
+            (Uses.LOGPROBS, num_logprobs != NO_LOGPROBS),
+            (Uses.LOGPROBS_OF_WHOLE_ROWS, has_unlisted),
         ):
             uses |= bit if is_used else 0
         return uses

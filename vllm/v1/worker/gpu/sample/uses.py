@@ -16,3 +16,5 @@ class Uses:
     # The token is drawn, not the likeliest.
     NOISE = 1 << 8
     LOGPROBS = 1 << 9
+    # Of more tokens than the output layer lists, or of tokens that the request named.
+    LOGPROBS_OF_WHOLE_ROWS = 1 << 10

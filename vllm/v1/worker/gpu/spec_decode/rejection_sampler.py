@@ -168,36 +168,51 @@ class RejectionSampler:
         if self.sampler.counts_nans:
             # The logits are about to be changed.
             nans_before = _sum_nans(outputs.logits)
-        logprob_rows = None
-        if (
-            apply_grammar is None
-            and self._conditional_rates is None
-            and not self.sampler.find_uses(rows.idx_mapping_np)
-        ):
-            # Greedy, with no effect on the logits and nobody who reads them.
-            sampled, num_sampled = verify_greedy(
-                outputs.argmax(), rows, self._max_rows_per_req
+        likeliest = None
+        if apply_grammar is None and self._conditional_rates is None:
+            uses = self.sampler.find_uses(rows.idx_mapping_np)
+            likeliest = self.sampler.maybe_take_likeliest(outputs, rows, uses)
+        if likeliest is None:
+            sampled, num_sampled, logprobs_tensors = self._verify_rows(
+                outputs.logits, rows, draft_logits, apply_grammar
             )
         else:
-            logprob_rows = self.sampler.find_logprob_rows(rows)
-            sampled, num_sampled = self._rejection_sample(
-                outputs.logits,
-                rows,
-                draft_logits,
-                apply_grammar,
-                logprob_rows is not None,
+            # Drafted or not, what a greedy row emits is its likeliest token.
+            sampled, num_sampled = verify_greedy(
+                likeliest.token_ids, rows, self._max_rows_per_req
             )
-        logprobs_tensors = None
-        if logprob_rows is not None:
-            logprobs_tensors = self._get_logprobs_tensors(
-                sampled, outputs.logits, rows, logprob_rows
-            )
+            logprobs_tensors = likeliest.scores
+            others = likeliest.others
+            if others is not None:
+                theirs, num_theirs, scores = self._verify_rows(
+                    likeliest.logits, others.rows, draft_logits, None
+                )
+                sampled[others.is_kept] = theirs[others.is_kept]
+                num_sampled[others.is_kept] = num_theirs[others.is_kept]
+                logprobs_tensors = self.sampler.join_scores(likeliest, scores, rows)
         num_nans = None
         if nans_before is not None:
             # What stands behind a rejected draft is no word of the model's.
             first = rows.layout.cu_num_logits[:-1].long()
             num_nans = nans_before[first + num_sampled] - nans_before[first]
         return SamplerOutput(sampled, num_sampled, logprobs_tensors, num_nans)
+
+    def _verify_rows(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        draft_logits: torch.Tensor | None,
+        apply_grammar: GrammarMask | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors | None]:
+        """Return `rejection_sample`'s, and the log-probabilities that are wanted."""
+        logprob_rows = self.sampler.find_logprob_rows(rows)
+        sampled, num_sampled = self._rejection_sample(
+            logits, rows, draft_logits, apply_grammar, logprob_rows is not None
+        )
+        if logprob_rows is None:
+            return sampled, num_sampled, None
+        scores = self._get_logprobs_tensors(sampled, logits, rows, logprob_rows)
+        return sampled, num_sampled, scores
 
     def _rejection_sample(
         self,
