@@ -45,6 +45,16 @@ def test_the_engines_seed_decides_what_requests_without_one_say(model):
     assert not set(texts_of(model, unseeded, unseeded, seed=2)) & set(first)
 
 
+def test_an_engine_made_in_inference_mode_answers_outside_of_it(model):
+    params = SamplingParams(seed=1, presence_penalty=1.0, max_tokens=12)
+    expected = texts_of(model, params)
+    with torch.inference_mode():
+        engine = TinyEngine(model)
+    outputs = engine.run([(PROMPT, params)])
+    engine.shutdown()
+    assert [outputs[0].outputs[0].text] == expected
+
+
 def test_the_first_of_several_answers_is_the_only_one_of_one(model):
     one = texts_of(model, SamplingParams(seed=3, max_tokens=12))
     several = texts_of(model, SamplingParams(seed=3, max_tokens=12, n=4), seed=9)

@@ -21,8 +21,8 @@ class VerificationRecord:
 
     Args:
         layout: of the step.
-        admitted: [num_reqs] int32, on the device, in a tensor of its own: how many
-            drafts of each request are verified.
+        admitted: [num_reqs] int32, on the device, how many drafts of each request are
+            verified; nobody writes to it.
         draft_confidences: [num_reqs, num_speculative_tokens] float32, on the device, in
             a tensor of their own; None: nobody predicts.
         step_cost: of an earlier step, if it has become known.

@@ -123,9 +123,11 @@ class GPUModelRunner:
         self.dtype: torch.dtype = getattr(torch, model_config.dtype)
         self._copy_stream = make_copy_stream(device)
         # No weight asks for a gradient. What the mode spares torch's own operators is
-        # worth entering it only where a step has many of them.
+        # worth entering it only where a step has many of them; but what is made in it,
+        # such as these rows by a caller who is in it, can be written in it only.
+        is_free = device.type == "cpu" and not torch.is_inference_mode_enabled()
         self._step_mode: AbstractContextManager[object] = (
-            nullcontext() if device.type == "cpu" else torch.inference_mode()
+            nullcontext() if is_free else torch.inference_mode()
         )
         self._executed: _ExecutedStep | None = None
         self._drafts: AsyncDrafts | None = None
@@ -177,10 +179,10 @@ class GPUModelRunner:
         `sample_tokens` must follow, even if nothing was scheduled.
         """
         assert self._executed is None, "the last step has not been sampled"
-        self._update_rows(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens == 0:
-            return
         with self._step_mode:
+            self._update_rows(scheduler_output)
+            if scheduler_output.total_num_scheduled_tokens == 0:
+                return
             batch, plan = self._prepare_inputs(scheduler_output)
             hidden_states, taps = self._forward(batch.input_ids, batch.positions, batch)
         self._executed = _ExecutedStep(batch, plan, hidden_states, taps)

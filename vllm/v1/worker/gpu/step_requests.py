@@ -85,13 +85,17 @@ class StepReader:
         ends = map(add, num_computed, num_tokens)
         counts = num_tokens, num_drafts, list(map(ge, ends, self._prefill_lens))
         if self._requests is None or counts != self._counts:
+            self._requests = self._make_requests(req_ids, *counts)
             self._counts = counts
-            self._requests = self._make_requests()
         return self._requests, [num_computed[place] for place in self._order]
 
-    def _make_requests(self) -> StepRequests:
-        _, req_ids = self._rows
-        num_tokens, num_drafts, is_sampling = self._counts
+    def _make_requests(
+        self,
+        req_ids: list[str],
+        num_tokens: list[int],
+        num_drafts: list[int],
+        is_sampling: list[bool],
+    ) -> StepRequests:
         # Verification rows first, then decodes, then prefills.
         self._order = order = sorted(
             range(len(req_ids)),

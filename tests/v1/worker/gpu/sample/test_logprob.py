@@ -82,6 +82,15 @@ def test_fewer_candidates_are_the_first_of_more(device):
             assert torch.equal(narrow, wide[:, : 1 + num_candidates])
 
 
+def test_what_is_no_number_has_one_place_however_many_are_wanted(device):
+    logits = torch.tensor([[1.0, math.nan, 3.0, 2.0]], device=device)
+    few, all_of_them = (
+        compute_topk_scores(logits, count, _tokens([2], device)) for count in (2, 4)
+    )
+    expected = all_of_them.logprob_token_ids[:, :3].tolist()
+    assert few.logprob_token_ids.tolist() == expected
+
+
 def test_logits_mode_gives_the_logits(logits, device):
     scores = compute_topk_scores(logits, 1, _tokens([2, 1], device), logits_mode=True)
     assert torch.equal(scores.logprobs[:, 0], logits[[0, 1], [2, 1]])

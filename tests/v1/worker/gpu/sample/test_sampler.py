@@ -254,7 +254,6 @@ def test_logprobs_of_greedy_requests_need_no_logits(mode, wishes, device):
     "params",
     [
         SamplingParams(seed=0),
-        SamplingParams(**GREEDY, logprobs=-1),
         SamplingParams(**GREEDY, logprobs=1, logprob_token_ids=[3]),
         SamplingParams(**GREEDY, presence_penalty=0.5),
         SamplingParams(**GREEDY, logit_bias={3: 1.0}),

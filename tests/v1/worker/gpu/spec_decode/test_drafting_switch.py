@@ -20,15 +20,6 @@ def test_half_a_step_may_be_lost(speedup, num_steps):
     assert decisions == [True] * num_steps + [False]
 
 
-@pytest.mark.parametrize(
-    ("num_reqs", "speedup", "num_steps"),
-    [(4, 0.9375, 4), (16, 0.9375, 2), (64, 0.5, 1)],
-)
-def test_many_requests_lose_less_before_it_stops(num_reqs, speedup, num_steps):
-    decisions = decide(DraftingSwitch(num_reqs), speedup, num_steps + 1)
-    assert decisions == [True] * num_steps + [False]
-
-
 def test_drafting_is_tried_ever_more_rarely():
     decisions = decide(DraftingSwitch(), 0.75, 3000)
     tries = [step for step, drafts in enumerate(decisions) if drafts and step >= 2]

@@ -172,13 +172,12 @@ def _likeliest_token_ids(logits: torch.Tensor, num_candidates: int) -> torch.Ten
     Returns:
         [num_logits, num_candidates] int64.
     """
+    native = ops.maybe_step_ops()
+    if native is not None and not logits.is_cuda and logits.dtype is torch.float32:
+        return native.likeliest_tokens(logits, num_candidates)
     if num_candidates == logits.shape[1]:
         return logits.argsort(dim=-1, descending=True, stable=True)
-    impl = _likeliest_by_value
-    if logits.is_cuda:
-        impl = _likeliest_by_key
-    elif logits.dtype is torch.float32 and (native := ops.maybe_step_ops()) is not None:
-        impl = native.likeliest_tokens
+    impl = _likeliest_by_key if logits.is_cuda else _likeliest_by_value
     return impl(logits, num_candidates)
 
 

@@ -127,11 +127,9 @@ class SamplingStates:
             self.top_k.np[req_state_idx] > 0 or self.top_p.np[req_state_idx] < 1.0
         )
         num_logprobs = self.num_logprobs_np[req_state_idx]
-        # All tokens are sorted by torch, which has a place of its own for NaN.
-        max_listed = min(MAX_LISTED, self.vocab_size - 1)
-        has_unlisted = num_logprobs > max_listed or self.chosen_token_ids.has_list(
-            req_state_idx
-        )
+        has_unlisted = num_logprobs > min(
+            MAX_LISTED, self.vocab_size
+        ) or self.chosen_token_ids.has_list(req_state_idx)
         uses = 0
         for bit, is_used in (
             (Uses.NOISE, temperature != 0.0),

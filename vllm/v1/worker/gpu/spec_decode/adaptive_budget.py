@@ -1,5 +1,6 @@
 """The budget of the shipped engine: most tokens a second, by confidences and costs."""
 
+from collections import defaultdict
 from typing import Protocol
 
 import numpy as np
@@ -65,9 +66,9 @@ class AdaptiveBudget(BudgetPolicy):
         self._costs = costs
         # By the number of requests, in doublings: what pays for one of them says
         # nothing about eight.
-        self._switches: dict[int, DraftingSwitch] = {}
+        self._switches: defaultdict[int, DraftingSwitch] = defaultdict(DraftingSwitch)
         # Of the last step in which anything could be drafted, and how many sampled.
-        self._switch = DraftingSwitch()
+        self._switch = self._switches[0]
         self._num_reqs = 0
         # The last step was one of a pause that was not weighed.
         self._is_passed_over = False
@@ -143,9 +144,6 @@ class AdaptiveBudget(BudgetPolicy):
         costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
         best = ((num_reqs + gains) / costs_ms).max()
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
-        doublings = num_reqs.bit_length() - 1
-        if doublings not in self._switches:
-            self._switches[doublings] = DraftingSwitch(2**doublings)
-        self._switch = self._switches[doublings]
+        self._switch = self._switches[num_reqs.bit_length()]
         self._num_reqs = num_reqs
         return self._switch.decide(float(best / alone))

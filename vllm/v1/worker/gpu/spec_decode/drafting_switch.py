@@ -1,9 +1,7 @@
 """When to draft at all: not while it does not pay, but for a try from time to time."""
 
-import math
-
-# Steps' worth of time in a row that one request may lose to drafting before it stops:
-# one odd step shall not stop it, and one dear step shall be enough.
+# Steps' worth of time in a row that may be lost to drafting before it stops: one odd
+# batch shall not stop it, and one dear step shall be enough.
 _PATIENCE = 0.5
 # Steps without drafting before it is tried, and the most they grow to while trying
 # changes nothing: a try costs a proposal and a few drafts to verify.
@@ -15,16 +13,9 @@ _LOOK_INTERVAL = 7
 
 
 class DraftingSwitch:
-    """Counts steps and what they lose: the same ones lead to the same decisions.
+    """Counts steps and what they lose: the same ones lead to the same decisions."""
 
-    Args:
-        num_reqs: of the steps, at least. What many requests show on average is no odd
-            case: patience falls with the square root of their number, as the spread of
-            an average does.
-    """
-
-    def __init__(self, num_reqs: int = 1) -> None:
-        self._patience = _PATIENCE / math.sqrt(num_reqs)
+    def __init__(self) -> None:
         self._lost_steps = 0.0
         self._pause = _FIRST_PAUSE
         self._num_paused = 0
@@ -66,7 +57,7 @@ class DraftingSwitch:
             self._lost_steps, self._num_paused = 0.0, 0
             self._pause = _FIRST_PAUSE
             return True
-        if self._lost_steps < self._patience:
+        if self._lost_steps < _PATIENCE:
             self._lost_steps += 1.0 - speedup
             return True
         self._num_paused += 1
