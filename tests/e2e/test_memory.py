@@ -12,7 +12,7 @@ from tests.e2e.conftest import MODEL, start_server, stop_server
 from tests.markers import needs_cpu_ops
 
 BENCHMARKS = Path(vllm.__file__).parent.parent / "benchmarks"
-NUM_REQS, PROMPT_LEN, OUTPUT_LEN = 32, 128, 128
+NUM_REQS, PROMPT_LEN, OUTPUT_LEN = 32, 224, 32
 MOST_BYTES = 2**30
 
 
