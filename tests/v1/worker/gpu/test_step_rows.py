@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.markers import needs_cpu_ops
 from vllm import _custom_ops as ops
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, ScheduledStep
@@ -16,7 +17,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu.step_requests import StepRequests
 from vllm.v1.worker.gpu.step_rows import StepRows
 
-pytestmark = pytest.mark.skipif(not ops.has_cpu_ops(), reason="nothing is compiled")
+pytestmark = needs_cpu_ops
 
 NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE = 8, 96, 16
 CPU = torch.device("cpu")
