@@ -127,6 +127,17 @@ def test_another_number_of_requests_ends_a_pause_at_once():
     assert steps.run()[0].drafts_next
 
 
+def test_a_batch_that_fills_up_loses_once_what_it_may_lose():
+    steps, alone = Steps(16, 0.25, **DEAR), Steps(16, 0.25, **DEAR)
+    growing = []
+    for steps.num_reqs in (1, 2, 4, 8, 16):
+        growing += steps.run(8)
+    alone.num_reqs = 1
+    assert growing[0].drafts_next
+    drafting = [choice.drafts_next for choice in growing]
+    assert drafting == [choice.drafts_next for choice in alone.run(40)]
+
+
 def test_a_pause_holds_no_other_number_of_requests_that_could_not_draft_before():
     steps = Steps(12, 0.9)
     steps.policy = AdaptiveBudget(DearForMany(**FREE))
@@ -252,16 +263,24 @@ def test_a_step_of_another_size_ends_a_choice():
     assert costs.num_asked == 2
 
 
-def test_no_choice_stands_while_drafts_lose():
+def test_a_choice_that_loses_much_stands_no_longer_than_patience():
     steps, costs = make_standing()
-    become(costs, **CHEAP | {"draft_req_ms": 0.7})
+    become(costs, **CHEAP | {"draft_req_ms": 1.2})
     steps.run(3)
     assert costs.num_asked == 0
-    # Each step loses a little: patience is counted in every one.
-    assert steps.run(1)[0].drafts_next
-    assert costs.num_asked == 2
-    steps.run(1)
-    assert costs.num_asked == 4
+    # 12 % of each: of those that stood, too.
+    choices = steps.run(6)
+    assert [choice.drafts_next for choice in choices] == [True] * 1 + [False] * 5
+
+
+def test_a_choice_that_loses_little_is_looked_at_less_often_than_it_is_made():
+    steps, costs = make_standing()
+    become(costs, **CHEAP | {"draft_req_ms": 0.7})
+    choices = steps.run(60)
+    num_drafting = [choice.drafts_next for choice in choices].index(False)
+    # 1.6 % of each, as long as half a step is lost.
+    assert 31 <= num_drafting <= 35
+    assert costs.num_asked < num_drafting
 
 
 def test_no_choice_stands_where_nothing_could_be_drafted():
@@ -280,7 +299,10 @@ def test_what_a_try_verifies_does_not_stand():
     while not steps.run(1)[0].drafts_next:
         pass
     become(costs, **CHEAP)
-    assert [choice.draft_budget for choice in steps.run(5)] == [3, 2, 2, 2, 2]
+    budgets = [choice.draft_budget for choice in steps.run(40)]
+    assert budgets[0] == 3
+    assert 3 not in budgets[1:]
+    assert budgets[-20:] == [2] * 20
 
 
 def test_costs_are_told_what_steps_took():

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from vllm.v1.worker.gpu.spec_decode.drafting_switch import DraftingSwitch
@@ -7,33 +9,84 @@ def decide(switch, speedup, num_steps):
     return [switch.decide(speedup) for _ in range(num_steps)]
 
 
-def test_an_odd_step_does_not_stop_drafting():
+@pytest.mark.parametrize(("speedup", "num_steps"), [(0.25, 0), (0.75, 1), (0.9375, 7)])
+def test_drafting_stops_when_half_a_step_is_lost(speedup, num_steps):
+    decisions = decide(DraftingSwitch(), speedup, num_steps + 2)
+    assert decisions == [True] * num_steps + [False] * 2
+
+
+def test_an_odd_step_that_is_made_up_for_does_not_stop_drafting():
     switch = DraftingSwitch()
     for _ in range(20):
-        assert switch.decide(0.25)
-        assert switch.decide(1.25)
+        assert decide(switch, 1.25, 2) == [True, True]
+        assert switch.decide(0.625)
 
 
-@pytest.mark.parametrize(("speedup", "num_steps"), [(0.25, 1), (0.75, 2), (0.9375, 8)])
-def test_half_a_step_may_be_lost(speedup, num_steps):
-    decisions = decide(DraftingSwitch(), speedup, num_steps + 1)
-    assert decisions == [True] * num_steps + [False]
+def test_small_gains_do_not_hide_larger_losses():
+    switch = DraftingSwitch()
+    decisions = [switch.decide(speedup) for speedup in [0.875, 1.0625] * 20]
+    assert decisions == [True] * 12 + [False] * 28
+
+
+def test_what_neither_wins_nor_loses_goes_on_as_it_is():
+    drafting, pausing = DraftingSwitch(), DraftingSwitch()
+    decide(pausing, 0.75, 4)
+    for _ in range(15):
+        assert decide(drafting, 0.875, 2) == [True, True]
+        assert decide(pausing, 1.125, 2) == [False, False]
+        assert decide(drafting, 1.125, 2) == [True, True]
+        assert decide(pausing, 0.875, 2) == [False, False]
 
 
 def test_drafting_is_tried_ever_more_rarely():
     decisions = decide(DraftingSwitch(), 0.75, 3000)
-    tries = [step for step, drafts in enumerate(decisions) if drafts and step >= 2]
-    pauses = [b - a - 1 for a, b in zip([1, *tries], tries, strict=False)]
+    tries = [step for step, drafts in enumerate(decisions) if drafts and step >= 1]
+    pauses = [b - a - 1 for a, b in zip([0, *tries], tries, strict=False)]
     assert pauses == [64, 128, 256, 512, 512, 512, 512]
 
 
-def test_drafting_goes_on_at_once_when_it_pays():
+def test_a_pause_ends_when_as_much_would_be_won_as_may_be_lost():
     switch = DraftingSwitch()
-    assert not decide(switch, 0.75, 80)[-1]
-    assert switch.decide(1.25)
-    # As patient as at first, and as quick to try again.
-    decisions = decide(switch, 0.75, 2 + 65)
-    assert decisions == [True] * 2 + [False] * 64 + [True]
+    assert not decide(switch, 0.75, 60)[-1]
+    assert decide(switch, 1.25, 3) == [False, True, True]
+    # As patient as at first, and as long until it is tried again.
+    decisions = decide(switch, 0.75, 1 + 65)
+    assert decisions == [True] + [False] * 64 + [True]
+
+
+def test_steps_that_were_passed_over_count_as_the_one_that_is_looked_at():
+    pausing, drafting = DraftingSwitch(), DraftingSwitch()
+    decide(pausing, 0.75, 9)
+    while pausing.pass_over():
+        pass
+    # Each would have won a little.
+    assert pausing.decide(1.125)
+    for _ in range(3):
+        drafting.go_on()
+    assert not drafting.decide(0.875)
+
+
+def test_patience_has_room_for_so_many_steps():
+    switch = DraftingSwitch()
+    assert math.isinf(switch.num_harmless_steps)
+    switch.decide(0.875)
+    assert switch.num_harmless_steps == 3
+    switch.decide(1.0625)
+    assert math.isinf(switch.num_harmless_steps)
+    switch.decide(0.6875)
+    assert switch.num_harmless_steps < 1
+
+
+def test_a_larger_batch_starts_with_what_a_smaller_one_has_lost():
+    few = DraftingSwitch()
+    decide(few, 0.875, 1)
+    assert decide(few.make_for_larger_batch(), 0.875, 3) == [True, True, False]
+    decide(few, 0.75, 9)
+    # The pause is a new one.
+    many = few.make_for_larger_batch()
+    assert decide(many, 0.75, 66) == [False] * 64 + [True, False]
+    assert decide(few, 1.25, 2)[-1]
+    assert decide(few.make_for_larger_batch(), 0.75, 2) == [True, False]
 
 
 def test_the_drafts_of_a_try_are_known_when_they_can_be_verified():
@@ -41,8 +94,8 @@ def test_the_drafts_of_a_try_are_known_when_they_can_be_verified():
     seen = []
     for _ in range(70):
         seen.append((switch.is_testing, switch.decide(0.75)))
-    assert [step for step, (testing, _) in enumerate(seen) if testing] == [67]
-    assert [step for step, (_, drafts) in enumerate(seen[2:], 2) if drafts] == [66]
+    assert [step for step, (testing, _) in enumerate(seen) if testing] == [66]
+    assert [step for step, (_, drafts) in enumerate(seen[1:], 1) if drafts] == [65]
 
 
 def test_steps_that_are_passed_over_count_as_steps_of_the_pause():

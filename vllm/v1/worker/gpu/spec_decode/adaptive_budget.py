@@ -1,6 +1,5 @@
 """The budget of the shipped engine: most tokens a second, by confidences and costs."""
 
-from collections import defaultdict
 from typing import Protocol
 
 import numpy as np
@@ -51,8 +50,8 @@ class AdaptiveBudget(BudgetPolicy):
     """Maximises expected tokens over expected time.
 
     A choice stands while steps are of its size, until half of the rounds that it was
-    made from are replaced: to weigh everything in each step of one request would cost
-    as much as a draft brings.
+    made from are replaced, or patience with its loss would end: to weigh everything in
+    each step of one request would cost as much as a draft brings.
 
     Whether drafts are proposed at all is decided by the same rule: if a step of the
     same requests without drafts would give more tokens a second, often or by far, none
@@ -66,9 +65,9 @@ class AdaptiveBudget(BudgetPolicy):
         self._costs = costs
         # By the number of requests, in doublings: what pays for one of them says
         # nothing about eight.
-        self._switches: defaultdict[int, DraftingSwitch] = defaultdict(DraftingSwitch)
+        self._switches: dict[int, DraftingSwitch] = {}
         # Of the last step in which anything could be drafted, and how many sampled.
-        self._switch = self._switches[0]
+        self._switch = DraftingSwitch()
         self._num_reqs = 0
         # The last step was one of a pause that was not weighed.
         self._is_passed_over = False
@@ -85,6 +84,7 @@ class AdaptiveBudget(BudgetPolicy):
         size = num_reqs, step.num_non_draft_tokens, step.num_drafts
         if self._num_standing > 0 and size == self._size:
             self._num_standing -= 1
+            self._switch.go_on()
             return self._choice
         self._num_standing = 0
         is_same = step.num_drafts == 0 and num_reqs == self._num_reqs
@@ -114,10 +114,10 @@ class AdaptiveBudget(BudgetPolicy):
             num_tokens = step.num_non_draft_tokens + draft_budget
             predicted_ms = self._costs.step_cost_without_drafting(num_tokens)
         choice = BudgetChoice(draft_budget, drafts_next, predicted_ms)
-        # Patience and pauses are counted in steps that are weighed.
-        if drafts_next and self._switch.is_content and not is_testing:
+        if drafts_next and not is_testing:
             self._choice, self._size = choice, size
-            self._num_standing = max(len(past) // 2 - 1, 0)
+            num_standing = min(len(past) // 2 - 1, self._switch.num_harmless_steps)
+            self._num_standing = max(int(num_standing), 0)
         return choice
 
     def observe_step(self, timing: StepTiming) -> None:
@@ -144,6 +144,16 @@ class AdaptiveBudget(BudgetPolicy):
         costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
         best = ((num_reqs + gains) / costs_ms).max()
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
-        self._switch = self._switches[num_reqs.bit_length()]
+        self._switch = self._find_switch(num_reqs)
         self._num_reqs = num_reqs
         return self._switch.decide(float(best / alone))
+
+    def _find_switch(self, num_reqs: int) -> DraftingSwitch:
+        size = num_reqs.bit_length()
+        if size not in self._switches:
+            # A batch that fills up, request by request, must not lose at each size what
+            # it may lose once.
+            is_growing = num_reqs > self._num_reqs
+            switch = self._switch.make_for_larger_batch()
+            self._switches[size] = switch if is_growing else DraftingSwitch()
+        return self._switches[size]

@@ -1,7 +1,10 @@
 """When to draft at all: not while it does not pay, but for a try from time to time."""
 
-# Steps' worth of time in a row that may be lost to drafting before it stops: one odd
-# batch shall not stop it, and one dear step shall be enough.
+import math
+
+# Steps' worth of time, less what was won since, that is lost to drafting when it stops:
+# one dear step is enough. As much has to be won to end a pause: what neither wins nor
+# loses is not switched to and fro.
 _PATIENCE = 0.5
 # Steps without drafting before it is tried, and the most they grow to while trying
 # changes nothing: a try costs a proposal and a few drafts to verify.
@@ -16,9 +19,15 @@ class DraftingSwitch:
     """Counts steps and what they lose: the same ones lead to the same decisions."""
 
     def __init__(self) -> None:
+        # At most the patience.
         self._lost_steps = 0.0
+        # Of the last decision.
+        self._speedup = 1.0
+        self._is_paused = False
         self._pause = _FIRST_PAUSE
         self._num_paused = 0
+        # Since the last decision.
+        self._num_passed_over = 0
         self._was_try = False
 
     @property
@@ -27,9 +36,21 @@ class DraftingSwitch:
         return self._was_try
 
     @property
-    def is_content(self) -> bool:
-        """Whether no time is counted as lost."""
-        return self._lost_steps == 0.0
+    def num_harmless_steps(self) -> float:
+        """Steps like the last one that patience has room for; infinite if it won."""
+        if self._speedup >= 1.0:
+            return math.inf
+        return (_PATIENCE - self._lost_steps) / (1.0 - self._speedup)
+
+    def make_for_larger_batch(self) -> "DraftingSwitch":
+        """Return a switch for more requests: what was lost with few is lost for it."""
+        switch = DraftingSwitch()
+        switch._lost_steps = self._lost_steps
+        return switch
+
+    def go_on(self) -> None:
+        """Count a step that drafts as the last one did, without a decision."""
+        self._num_passed_over += 1
 
     def pass_over(self) -> bool:
         """Count a step of a pause without a look at what drafts would bring.
@@ -41,6 +62,7 @@ class DraftingSwitch:
             return False
         self._was_try = False
         self._num_paused += 1
+        self._num_passed_over += 1
         return True
 
     def decide(self, speedup: float) -> bool:
@@ -50,15 +72,20 @@ class DraftingSwitch:
 
         Args:
             speedup: tokens a second that drafts are expected to give, over those
-                without any.
+                without any; taken for those of the steps passed over, too.
         """
         self._was_try = False
-        if speedup > 1.0:
-            self._lost_steps, self._num_paused = 0.0, 0
+        self._speedup = speedup
+        lost = (1.0 - speedup) * (1 + self._num_passed_over)
+        self._lost_steps = min(max(self._lost_steps + lost, 0.0), _PATIENCE)
+        self._num_passed_over = 0
+        if self._is_paused:
+            self._is_paused = self._lost_steps > 0.0
+        else:
+            self._is_paused = self._lost_steps == _PATIENCE
+        if not self._is_paused:
+            self._num_paused = 0
             self._pause = _FIRST_PAUSE
-            return True
-        if self._lost_steps < _PATIENCE:
-            self._lost_steps += 1.0 - speedup
             return True
         self._num_paused += 1
         if self._num_paused <= self._pause:
