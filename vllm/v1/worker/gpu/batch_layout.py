@@ -81,8 +81,12 @@ class ScheduledStep:
         return {}
 
     @cached_property
-    def settled_layouts(self) -> "dict[int, BatchLayout]":
-        """The layouts of the same budgets; filled when asked."""
+    def known_layouts(self) -> "dict[int | tuple[int, ...], BatchLayout]":
+        """Verified layouts; filled when asked.
+
+        By draft budget where `settle` knows it, else, where the host is the device, by
+        the admitted drafts of each request.
+        """
         return {}
 
 

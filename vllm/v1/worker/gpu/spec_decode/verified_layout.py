@@ -8,6 +8,9 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, ScheduledStep, prefix_sum
 from vllm.v1.worker.gpu.buffer_utils import to_device
 
+# Of one step: few requests split a budget in few ways, many in too many to meet again.
+_MAX_KNOWN_LAYOUTS = 32
+
 
 def make_verified_layout(
     step: ScheduledStep, draft_budget: int, admitted: torch.Tensor
@@ -20,11 +23,17 @@ def make_verified_layout(
         admitted: [num_reqs] int32, on the device: how many leading drafts of each.
 
     Returns:
-        The very same layout for a budget that alone says what is admitted.
+        The very same layout for a budget that alone says what is admitted; on a CPU
+        most often also for the same drafts.
     """
-    known = step.settled_layouts
-    if draft_budget in known:
-        return known[draft_budget]
+    known = step.known_layouts
+    key: int | tuple[int, ...] | None = None
+    if step.settle(draft_budget) is not None:
+        key = draft_budget
+    elif not admitted.is_cuda:
+        key = tuple(admitted.tolist())
+    if key is not None and key in known:
+        return known[key]
     cu_num_logits, query_start_loc = _compute_offsets(step, draft_budget, admitted)
     layout = BatchLayout(
         cu_num_logits_np=prefix_sum(step.num_bonus_rows_np + step.num_drafts_np),
@@ -35,8 +44,8 @@ def make_verified_layout(
         num_bonus_tokens=step.num_bonus_tokens,
         draft_budget=draft_budget,
     )
-    if step.settle(draft_budget) is not None:
-        known[draft_budget] = layout
+    if key is not None and len(known) < _MAX_KNOWN_LAYOUTS:
+        known[key] = layout
     return layout
 
 
