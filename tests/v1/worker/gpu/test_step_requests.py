@@ -130,9 +130,7 @@ def test_a_request_that_comes_back_under_its_name_is_looked_at_again(device):
         ([0, 3], [[0, 0], [0, 1], [0, 2], [0, 3]]),
     ],
 )
-def test_a_layout_is_kept_for_all_steps_that_admit_the_same(
-    num_drafts, admitted
-):
+def test_a_layout_is_kept_for_all_steps_that_admit_the_same(num_drafts, admitted):
     drafts_np = np.array(num_drafts, np.int32)
     step = ScheduledStep(
         np.arange(2, dtype=np.int32), drafts_np + 1, drafts_np, np.ones(2, bool), 1
