@@ -1,5 +1,6 @@
 """A step read as the last one must be what it would be if it were read afresh."""
 
+import itertools
 from dataclasses import fields
 
 import numpy as np
@@ -143,6 +144,21 @@ def test_a_layout_is_kept_for_all_steps_that_admit_the_same(num_drafts, admitted
         assert layout.draft_budget == budget
         again = make_verified_layout(step, budget, verified)
         assert again is layout
+
+
+def test_many_splits_push_no_settled_layout_out():
+    num_drafts = np.full(6, 3, np.int32)
+    rows = np.arange(6, dtype=np.int32)
+    step = ScheduledStep(rows, num_drafts + 1, num_drafts, np.ones(6, bool), 1)
+    counts = [torch.tensor([3] * 6, dtype=torch.int32)]
+    counts += map(torch.IntTensor, itertools.product(range(3), repeat=4))
+    counts = [torch.nn.functional.pad(one, (0, 6 - len(one))) for one in counts]
+    first = make_verified_layout(step, 18, counts[0])
+    for one in counts[1:]:
+        layout = make_verified_layout(step, int(one.sum()), one)
+        assert layout.cu_num_logits.diff().tolist() == (one + 1).tolist()
+        assert len(step.split_layouts) <= 32
+    assert make_verified_layout(step, 18, counts[0]) is first
 
 
 @pytest.mark.parametrize("num_drafts", [[3, 2], [0, 3, 0], [3], [0, 0]])

@@ -81,11 +81,15 @@ class ScheduledStep:
         return {}
 
     @cached_property
-    def known_layouts(self) -> "dict[int | tuple[int, ...], BatchLayout]":
-        """Verified layouts; filled when asked.
+    def settled_layouts(self) -> "dict[int, BatchLayout]":
+        """The layouts of the same budgets; filled when asked."""
+        return {}
 
-        By draft budget where `settle` knows it, else, where the host is the device, by
-        the admitted drafts of each request.
+    @cached_property
+    def split_layouts(self) -> "dict[tuple[int, ...], BatchLayout]":
+        """Layouts of other budgets by the admitted drafts of each request.
+
+        Filled when asked, where the host is the device.
         """
         return {}
 

@@ -25,17 +25,16 @@ def test_an_odd_step_that_is_made_up_for_does_not_stop_drafting():
 def test_small_gains_do_not_hide_larger_losses():
     switch = DraftingSwitch()
     decisions = [switch.decide(speedup) for speedup in [0.875, 1.0625] * 20]
-    assert decisions == [True] * 12 + [False] * 28
+    # From then on it drafts where it gains, and stops where it loses.
+    assert decisions == [True] * 12 + [False, True] * 14
 
 
 def test_what_neither_wins_nor_loses_goes_on_as_it_is():
     drafting, pausing = DraftingSwitch(), DraftingSwitch()
     decide(pausing, 0.75, 4)
     for _ in range(15):
-        assert decide(drafting, 0.875, 2) == [True, True]
-        assert decide(pausing, 1.125, 2) == [False, False]
-        assert decide(drafting, 1.125, 2) == [True, True]
-        assert decide(pausing, 0.875, 2) == [False, False]
+        assert decide(drafting, 1.0, 2) == [True, True]
+        assert decide(pausing, 1.0, 2) == [False, False]
 
 
 def test_drafting_is_tried_ever_more_rarely():
@@ -45,25 +44,34 @@ def test_drafting_is_tried_ever_more_rarely():
     assert pauses == [64, 128, 256, 512, 512, 512, 512]
 
 
-def test_a_pause_ends_when_as_much_would_be_won_as_may_be_lost():
+def test_patience_comes_back_by_what_is_won():
     switch = DraftingSwitch()
     assert not decide(switch, 0.75, 60)[-1]
-    assert decide(switch, 1.25, 3) == [False, True, True]
+    assert switch.decide(1.25)
+    assert decide(switch, 0.75, 2) == [False, False]
     # As patient as at first, and as long until it is tried again.
+    assert decide(switch, 1.25, 2) == [True, True]
     decisions = decide(switch, 0.75, 1 + 65)
     assert decisions == [True] + [False] * 64 + [True]
 
 
-def test_steps_that_were_passed_over_count_as_the_one_that_is_looked_at():
-    pausing, drafting = DraftingSwitch(), DraftingSwitch()
-    decide(pausing, 0.75, 9)
-    while pausing.pass_over():
+def test_steps_without_a_decision_lose_what_the_last_one_lost():
+    switch = DraftingSwitch()
+    assert switch.decide(0.875)
+    switch.go_on()
+    assert switch.num_harmless_steps == 2
+    switch.go_on()
+    assert not switch.decide(0.875)
+
+
+def test_nothing_is_lost_in_a_pause():
+    switch = DraftingSwitch()
+    decide(switch, 0.75, 9)
+    while switch.pass_over():
         pass
-    # Each would have won a little.
-    assert pausing.decide(1.125)
-    for _ in range(3):
-        drafting.go_on()
-    assert not drafting.decide(0.875)
+    # Not for the steps of the pause, too.
+    assert switch.decide(1.0625)
+    assert not switch.decide(0.9375)
 
 
 def test_patience_has_room_for_so_many_steps():
@@ -85,7 +93,7 @@ def test_a_larger_batch_starts_with_what_a_smaller_one_has_lost():
     # The pause is a new one.
     many = few.make_for_larger_batch()
     assert decide(many, 0.75, 66) == [False] * 64 + [True, False]
-    assert decide(few, 1.25, 2)[-1]
+    assert decide(few, 1.25, 2) == [True, True]
     assert decide(few.make_for_larger_batch(), 0.75, 2) == [True, False]
 
 

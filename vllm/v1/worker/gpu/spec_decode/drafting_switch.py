@@ -3,8 +3,8 @@
 import math
 
 # Steps' worth of time, less what was won since, that is lost to drafting when it stops:
-# one dear step is enough. As much has to be won to end a pause: what neither wins nor
-# loses is not switched to and fro.
+# one dear step is enough. A pause ends when anything would be won, but patience comes
+# back by what is won indeed: drafts that gain a little and lose more stay off.
 _PATIENCE = 0.5
 # Steps without drafting before it is tried, and the most they grow to while trying
 # changes nothing: a try costs a proposal and a few drafts to verify.
@@ -23,11 +23,8 @@ class DraftingSwitch:
         self._lost_steps = 0.0
         # Of the last decision.
         self._speedup = 1.0
-        self._is_paused = False
         self._pause = _FIRST_PAUSE
         self._num_paused = 0
-        # Since the last decision.
-        self._num_passed_over = 0
         self._was_try = False
 
     @property
@@ -50,7 +47,7 @@ class DraftingSwitch:
 
     def go_on(self) -> None:
         """Count a step that drafts as the last one did, without a decision."""
-        self._num_passed_over += 1
+        self._count(self._speedup)
 
     def pass_over(self) -> bool:
         """Count a step of a pause without a look at what drafts would bring.
@@ -62,7 +59,6 @@ class DraftingSwitch:
             return False
         self._was_try = False
         self._num_paused += 1
-        self._num_passed_over += 1
         return True
 
     def decide(self, speedup: float) -> bool:
@@ -72,18 +68,12 @@ class DraftingSwitch:
 
         Args:
             speedup: tokens a second that drafts are expected to give, over those
-                without any; taken for those of the steps passed over, too.
+                without any.
         """
         self._was_try = False
         self._speedup = speedup
-        lost = (1.0 - speedup) * (1 + self._num_passed_over)
-        self._lost_steps = min(max(self._lost_steps + lost, 0.0), _PATIENCE)
-        self._num_passed_over = 0
-        if self._is_paused:
-            self._is_paused = self._lost_steps > 0.0
-        else:
-            self._is_paused = self._lost_steps == _PATIENCE
-        if not self._is_paused:
+        self._count(speedup)
+        if self._lost_steps < _PATIENCE:
             self._num_paused = 0
             self._pause = _FIRST_PAUSE
             return True
@@ -94,3 +84,7 @@ class DraftingSwitch:
         self._pause = min(2 * self._pause, _MAX_PAUSE)
         self._was_try = True
         return True
+
+    def _count(self, speedup: float) -> None:
+        lost = self._lost_steps + 1.0 - speedup
+        self._lost_steps = min(max(lost, 0.0), _PATIENCE)

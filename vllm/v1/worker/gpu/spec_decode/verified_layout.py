@@ -8,8 +8,8 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, ScheduledStep, prefix_sum
 from vllm.v1.worker.gpu.buffer_utils import to_device
 
-# Of one step: few requests split a budget in few ways, many in too many to meet again.
-_MAX_KNOWN_LAYOUTS = 32
+# Splits of budgets of one step: few requests have few, many too many to meet one again.
+_MAX_KNOWN_SPLITS = 32
 
 
 def make_verified_layout(
@@ -26,16 +26,26 @@ def make_verified_layout(
         The very same layout for a budget that alone says what is admitted; on a CPU
         most often also for the same drafts.
     """
-    known = step.known_layouts
-    key: int | tuple[int, ...] | None = None
     if step.settle(draft_budget) is not None:
-        key = draft_budget
-    elif not admitted.is_cuda:
-        key = tuple(admitted.tolist())
-    if key is not None and key in known:
-        return known[key]
+        if draft_budget not in step.settled_layouts:
+            layout = _make_layout(step, draft_budget, admitted)
+            step.settled_layouts[draft_budget] = layout
+        return step.settled_layouts[draft_budget]
+    if admitted.is_cuda:
+        return _make_layout(step, draft_budget, admitted)
+    known, split = step.split_layouts, tuple(admitted.tolist())
+    if split not in known:
+        if len(known) == _MAX_KNOWN_SPLITS:
+            known.clear()
+        known[split] = _make_layout(step, draft_budget, admitted)
+    return known[split]
+
+
+def _make_layout(
+    step: ScheduledStep, draft_budget: int, admitted: torch.Tensor
+) -> BatchLayout:
     cu_num_logits, query_start_loc = _compute_offsets(step, draft_budget, admitted)
-    layout = BatchLayout(
+    return BatchLayout(
         cu_num_logits_np=prefix_sum(step.num_bonus_rows_np + step.num_drafts_np),
         cu_num_logits=cu_num_logits,
         query_start_loc=query_start_loc,
@@ -44,9 +54,6 @@ def make_verified_layout(
         num_bonus_tokens=step.num_bonus_tokens,
         draft_budget=draft_budget,
     )
-    if key is not None and len(known) < _MAX_KNOWN_LAYOUTS:
-        known[key] = layout
-    return layout
 
 
 def _compute_offsets(
