@@ -136,6 +136,26 @@ def test_steps_in_one_call_are_those_of_the_twins(seed, max_drafts, twins):
             assert torch.equal(values, others)
 
 
+def test_layouts_come_back_in_any_order(twins):
+    generator = np.random.default_rng(7)
+    compiled, plain = twins(3, 0)
+
+    def draw() -> tuple[ScheduledStep, BatchLayout]:
+        step = draw_step(generator, 3)
+        return step, draw_layout(generator, step)
+
+    def compare(step: ScheduledStep, layout: BatchLayout) -> None:
+        assert_same(prepare(compiled, step, layout), prepare(plain, step, layout))
+
+    # More than are remembered.
+    kept = [draw() for _ in range(40)]
+    for number in [0, 1, 0, 2, 1, *range(40), 0, 39, 5]:
+        compare(*kept[number])
+    # Nobody else keeps these: the next may lie where the last one lay.
+    for _ in range(40):
+        compare(*draw())
+
+
 def test_the_inputs_of_a_step_outlive_the_next_one(twins):
     rows, _ = twins(0, 0)
     step = ScheduledStep(
