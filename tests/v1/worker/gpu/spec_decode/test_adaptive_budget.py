@@ -138,6 +138,13 @@ def test_a_batch_that_fills_up_loses_once_what_it_may_lose():
     assert drafting == [choice.drafts_next for choice in alone.run(40)]
 
 
+def test_a_batch_that_shrinks_may_lose_anew():
+    steps = Steps(16, 0.25, **DEAR)
+    assert not steps.run(20)[-1].drafts_next
+    steps.num_reqs = 2
+    assert [choice.drafts_next for choice in steps.run(3)] == [True, False, False]
+
+
 def test_a_pause_holds_no_other_number_of_requests_that_could_not_draft_before():
     steps = Steps(12, 0.9)
     steps.policy = AdaptiveBudget(DearForMany(**FREE))

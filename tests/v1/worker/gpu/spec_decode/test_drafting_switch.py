@@ -29,6 +29,12 @@ def test_small_gains_do_not_hide_larger_losses():
     assert decisions == [True] * 12 + [False, True] * 14
 
 
+def test_gains_of_long_ago_make_nobody_more_patient():
+    switch = DraftingSwitch()
+    decide(switch, 1.25, 50)
+    assert decide(switch, 0.75, 2) == [True, False]
+
+
 def test_what_neither_wins_nor_loses_goes_on_as_it_is():
     drafting, pausing = DraftingSwitch(), DraftingSwitch()
     decide(pausing, 0.75, 4)
