@@ -147,7 +147,6 @@ def test_layouts_come_back_in_any_order(twins):
     def compare(step: ScheduledStep, layout: BatchLayout) -> None:
         assert_same(prepare(compiled, step, layout), prepare(plain, step, layout))
 
-    # More than are remembered.
     kept = [draw() for _ in range(40)]
     for number in [0, 1, 0, 2, 1, *range(40), 0, 39, 5]:
         compare(*kept[number])

@@ -85,14 +85,6 @@ class ScheduledStep:
         """The layouts of the same budgets; filled when asked."""
         return {}
 
-    @cached_property
-    def split_layouts(self) -> "dict[tuple[int, ...], BatchLayout]":
-        """Layouts of other budgets by the admitted drafts of each request.
-
-        Filled when asked, where the host is the device.
-        """
-        return {}
-
 
 @dataclass(frozen=True)
 class BatchLayout:

@@ -13,9 +13,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, lay_out_rows, post_update
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu.step_requests import StepRequests
 
-# Few requests' steps are laid out in few ways.
-_MAX_LAID_OUT = 32
-
 
 class StepRows:
     """Makes the inputs of steps, and moves the rows on behind them.
@@ -31,8 +28,8 @@ class StepRows:
         self._states = states
         self._block_table = block_table
         self._fused = _fuse(states, block_table)
-        # Of the last layouts, by their ids: they are kept, so that no other has its id.
-        self._laid_out: dict[int, tuple[BatchLayout, LaidOutRows]] = {}
+        # Of the last layout.
+        self._laid_out: tuple[BatchLayout, LaidOutRows] | None = None
 
     def prepare(
         self, requests: StepRequests, layout: BatchLayout, num_computed: list[int]
@@ -112,8 +109,7 @@ class StepRows:
         if self._fused is None:
             return None
         # A layout is of one step's requests, in their order.
-        known = self._laid_out.get(id(layout))
-        if known is None:
+        if self._laid_out is None or self._laid_out[0] is not layout:
             rows = RowLayout(
                 idx_mapping,
                 layout.query_start_loc,
@@ -121,11 +117,8 @@ class StepRows:
                 layout.cu_num_logits,
                 layout.num_logits,
             )
-            if len(self._laid_out) == _MAX_LAID_OUT:
-                self._laid_out.clear()
-            known = layout, self._fused.lay_out(rows)
-            self._laid_out[id(layout)] = known
-        return known[1]
+            self._laid_out = layout, self._fused.lay_out(rows)
+        return self._laid_out[1]
 
 
 def _fuse(states: RequestState, block_table: BlockTable) -> FusedRows | None:

@@ -8,9 +8,6 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.batch_layout import BatchLayout, ScheduledStep, prefix_sum
 from vllm.v1.worker.gpu.buffer_utils import to_device
 
-# Splits of budgets of one step: few requests have few, many too many to meet one again.
-_MAX_KNOWN_SPLITS = 32
-
 
 def make_verified_layout(
     step: ScheduledStep, draft_budget: int, admitted: torch.Tensor
@@ -23,29 +20,13 @@ def make_verified_layout(
         admitted: [num_reqs] int32, on the device: how many leading drafts of each.
 
     Returns:
-        The very same layout for a budget that alone says what is admitted; on a CPU
-        most often also for the same drafts.
+        The very same layout for a budget that alone says what is admitted.
     """
-    if step.settle(draft_budget) is not None:
-        if draft_budget not in step.settled_layouts:
-            layout = _make_layout(step, draft_budget, admitted)
-            step.settled_layouts[draft_budget] = layout
-        return step.settled_layouts[draft_budget]
-    if admitted.is_cuda:
-        return _make_layout(step, draft_budget, admitted)
-    known, split = step.split_layouts, tuple(admitted.tolist())
-    if split not in known:
-        if len(known) == _MAX_KNOWN_SPLITS:
-            known.clear()
-        known[split] = _make_layout(step, draft_budget, admitted)
-    return known[split]
-
-
-def _make_layout(
-    step: ScheduledStep, draft_budget: int, admitted: torch.Tensor
-) -> BatchLayout:
+    known = step.settled_layouts
+    if draft_budget in known:
+        return known[draft_budget]
     cu_num_logits, query_start_loc = _compute_offsets(step, draft_budget, admitted)
-    return BatchLayout(
+    layout = BatchLayout(
         cu_num_logits_np=prefix_sum(step.num_bonus_rows_np + step.num_drafts_np),
         cu_num_logits=cu_num_logits,
         query_start_loc=query_start_loc,
@@ -54,6 +35,9 @@ def _make_layout(
         num_bonus_tokens=step.num_bonus_tokens,
         draft_budget=draft_budget,
     )
+    if step.settle(draft_budget) is not None:
+        known[draft_budget] = layout
+    return layout
 
 
 def _compute_offsets(
