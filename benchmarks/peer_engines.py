@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 import httpx
 import psutil
+import uvloop
 from workers import REPOSITORY, Worker
 
 from vllm.benchmarks.client import RequestResult, send_request
+from vllm.benchmarks.event_stream import Endpoint
 
 MODEL_NAME = "peer"
 # A first start may compile, or time its steps.
@@ -83,7 +85,7 @@ class Server:
 
     def answer(self, prompts: list[list[int]], output_len: int) -> list[RequestResult]:
         """Answer all prompts at once, each with as many tokens."""
-        results = asyncio.run(self._send(prompts, output_len))
+        results = uvloop.run(self._send(prompts, output_len))
         for result in results:
             if result.error:
                 raise SystemExit(
@@ -104,19 +106,15 @@ class Server:
     async def _send(
         self, prompts: list[list[int]], output_len: int
     ) -> list[RequestResult]:
-        url = f"{self._url}/v1/completions"
-        # All requests are in flight at once; nothing is encrypted.
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            timeout=600.0, trust_env=False, verify=False, limits=limits
-        ) as client:
-            requests = (
-                self._body | {"prompt": prompt, "max_tokens": output_len}
-                for prompt in prompts
-            )
-            return await asyncio.gather(
-                *(send_request(client, url, body, 0) for body in requests)
-            )
+        endpoint = Endpoint(f"{self._url}/v1/completions")
+        requests = (
+            self._body | {"prompt": prompt, "max_tokens": output_len}
+            for prompt in prompts
+        )
+        # All are in flight at once.
+        return await asyncio.gather(
+            *(send_request(endpoint, body, 0) for body in requests)
+        )
 
     def _wait_until_ready(self) -> None:
         end_s = time.monotonic() + START_LIMIT_S

@@ -89,6 +89,22 @@ def test_the_rate_spreads_the_requests(server, tmp_path):
     assert figures["duration"] > 0.13
 
 
+def test_the_key_is_sent_with_every_request(server, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    run(server, "--num-prompts=2", "--num-warmups=1")
+    # One asks for tokens.
+    assert server.authorizations == ["Bearer secret"] * 4
+
+
+def test_an_address_that_is_none_is_one_line(capsys):
+    code = main(["bench", "serve", "--base-url=ftp://host", "--model=stub"])
+    assert code == 1
+    assert capsys.readouterr().err == (
+        "error: ftp://host/v1/completions: not an address of http or https\n"
+    )
+
+
 def test_a_server_that_refuses_is_one_line(server, capsys):
     code = main(["bench", "serve", f"--port={server.port}", "--model=bad"])
     message = capsys.readouterr().err

@@ -5,7 +5,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import msgspec
+
+from vllm.benchmarks.event_stream import Endpoint, StreamError
 
 
 @dataclass
@@ -31,13 +33,39 @@ class RequestResult:
     error: str = ""
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Chunk(msgspec.Struct):
+    """What is read of a chunk, of completions or chat completions."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
 async def send_request(
-    client: httpx.AsyncClient, url: str, body: dict[str, Any], num_prompt_tokens: int
+    endpoint: Endpoint, body: dict[str, Any], num_prompt_tokens: int
 ) -> RequestResult:
     """Stream one answer.
 
     Args:
-        url: of the completions or chat completions route.
+        endpoint: the completions or chat completions route.
         body: the request; streaming with usage is added.
         num_prompt_tokens: the length that was asked for.
 
@@ -47,48 +75,50 @@ async def send_request(
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     result = RequestResult(num_prompt_tokens=num_prompt_tokens)
     result.start_s = last_s = time.perf_counter()
+    num_chunks = 0
+
+    def take_event(data: bytes) -> None:
+        nonlocal last_s, num_chunks
+        now_s = time.perf_counter()
+        if data == b"[DONE]" or not _read_chunk(_DECODER.decode(data), result):
+            return
+        if num_chunks:
+            result.itl_s.append(now_s - last_s)
+        else:
+            result.ttft_s = now_s - result.start_s
+        num_chunks += 1
+        last_s = now_s
+
     try:
-        async with client.stream("POST", url, json=body) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                result.error = f"HTTP {response.status_code}: {text[:500]}"
-                return result
-            num_chunks = 0
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                now_s = time.perf_counter()
-                if _read_chunk(json.loads(line[len("data: ") :]), result):
-                    if num_chunks:
-                        result.itl_s.append(now_s - last_s)
-                    else:
-                        result.ttft_s = now_s - result.start_s
-                    num_chunks += 1
-                    last_s = now_s
-        result.latency_s = last_s - result.start_s
-        result.num_output_tokens = result.num_output_tokens or num_chunks
-        if not num_chunks and not result.error:
-            result.error = "the answer held no token"
-    except (httpx.HTTPError, ValueError) as error:
-        result.error = f"{type(error).__name__}: {error}"
+        await endpoint.post(json.dumps(body).encode(), take_event)
+    except StreamError as error:
+        result.error = str(error)
+        return result
+    except ValueError as error:
+        result.error = f"an event is no chunk of an answer: {error}"
+        return result
+    result.latency_s = last_s - result.start_s
+    result.num_output_tokens = result.num_output_tokens or num_chunks
+    if not num_chunks and not result.error:
+        result.error = "the answer held no token"
     return result
 
 
-def _read_chunk(chunk: dict[str, Any], result: RequestResult) -> bool:
+def _read_chunk(chunk: _Chunk, result: RequestResult) -> bool:
     """Take a chunk's text and counts into `result`; return whether it has tokens."""
-    if "error" in chunk:
-        result.error = str(chunk["error"].get("message", chunk["error"]))
+    error = chunk.error
+    if error is not None:
+        message = error.get("message", error) if isinstance(error, dict) else error
+        result.error = str(message)
         return False
-    usage = chunk.get("usage")
-    if usage:
-        result.num_prompt_tokens = usage["prompt_tokens"]
-        result.num_output_tokens = usage["completion_tokens"]
-    if not chunk.get("choices"):
+    if chunk.usage:
+        result.num_prompt_tokens = chunk.usage.prompt_tokens
+        result.num_output_tokens = chunk.usage.completion_tokens
+    if not chunk.choices:
         return False
-    choice = chunk["choices"][0]
-    delta = choice.get("delta")
-    text = choice.get("text") if delta is None else delta.get("content")
+    choice = chunk.choices[0]
+    text = choice.text if choice.delta is None else choice.delta.content
     # The first chunk of a chat names the role and has no token yet.
-    has_tokens = bool(text) or bool(choice.get("finish_reason"))
+    has_tokens = bool(text) or bool(choice.finish_reason)
     result.text += text or ""
     return has_tokens

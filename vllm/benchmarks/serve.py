@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import httpx
+import uvloop
 from tqdm import tqdm
 
 from vllm import envs
@@ -22,6 +23,7 @@ from vllm.benchmarks.datasets import (
     file_requests,
     random_requests,
 )
+from vllm.benchmarks.event_stream import Endpoint, StreamError
 from vllm.benchmarks.report import METRIC_NAMES, make_report
 from vllm.exceptions import UnsupportedError
 from vllm.utils.argparse_utils import FlexibleArgumentParser, human_int, json_mapping
@@ -214,10 +216,7 @@ def _gaps_s(args: argparse.Namespace, num_requests: int) -> list[float]:
 
 
 async def _send_all(
-    client: httpx.AsyncClient,
-    url: str,
-    requests: list[SampleRequest],
-    args: argparse.Namespace,
+    endpoint: Endpoint, requests: list[SampleRequest], args: argparse.Namespace
 ) -> list[RequestResult]:
     limit = asyncio.Semaphore(args.max_concurrency or len(requests))
     bar = tqdm(total=len(requests), disable=args.disable_tqdm, desc="Requests")
@@ -225,7 +224,7 @@ async def _send_all(
     async def send(request: SampleRequest) -> RequestResult:
         async with limit:
             result = await send_request(
-                client, url, _body(request, args), request.num_prompt_tokens
+                endpoint, _body(request, args), request.num_prompt_tokens
             )
         bar.update(1)
         return result
@@ -243,10 +242,19 @@ async def _send_all(
 async def _benchmark(args: argparse.Namespace) -> dict[str, Any]:
     base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
     key = envs.VLLM_API_KEY or os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    # One, so that what is asked first and the load trust the same servers.
+    tls = httpx.create_ssl_context(trust_env=False)
+    try:
+        endpoint = Endpoint(
+            base_url + (args.endpoint or _ENDPOINTS[args.backend]), headers, tls
+        )
+    except StreamError as error:
+        raise UnsupportedError(str(error)) from None
     async with httpx.AsyncClient(
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers=headers,
         timeout=httpx.Timeout(600.0, connect=10.0),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        verify=tls,
         trust_env=False,
     ) as client:
         try:
@@ -254,14 +262,13 @@ async def _benchmark(args: argparse.Namespace) -> dict[str, Any]:
             requests = await _sample_requests(client, base_url, args)
         except httpx.TransportError as error:
             raise UnsupportedError(f"no server at {base_url}: {error}") from None
-        url = base_url + (args.endpoint or _ENDPOINTS[args.backend])
-        for request in requests[: args.num_warmups]:
-            warm_up = await send_request(client, url, _body(request, args), 0)
-            if warm_up.error:
-                raise UnsupportedError(f"the first request failed: {warm_up.error}")
-        start_s = time.perf_counter()
-        results = await _send_all(client, url, requests, args)
-        duration_s = time.perf_counter() - start_s
+    for request in requests[: args.num_warmups]:
+        warm_up = await send_request(endpoint, _body(request, args), 0)
+        if warm_up.error:
+            raise UnsupportedError(f"the first request failed: {warm_up.error}")
+    start_s = time.perf_counter()
+    results = await _send_all(endpoint, requests, args)
+    duration_s = time.perf_counter() - start_s
     settings = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,
@@ -296,7 +303,7 @@ def run(argv: Sequence[str]) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     _check(parser, args)
-    figures = asyncio.run(_benchmark(args))
+    figures = uvloop.run(_benchmark(args))
     if args.save_result:
         _save(figures, args)
     if figures["errors"]:
