@@ -154,17 +154,23 @@ class TileRun {
   template <int ROWS, int GROUPS>
   void score_groups(int64_t head, int64_t row, int64_t start, int64_t g) {
     const T* keys[GROUPS];
+    const T* ahead[GROUPS];
+    const bool is_last = head + 1 == tile_.num_heads;
     for (int i = 0; i < GROUPS; ++i) {
       const int64_t position = start + (g + i) * kLanes;
-      keys[i] = a_.cache.keys<T>(block_of(position), tile_.first_head + head) +
-                position % a_.cache.block_size;
+      const int64_t block = block_of(position), offset = position % a_.cache.block_size;
+      keys[i] = a_.cache.keys<T>(block, tile_.first_head + head) + offset;
+      ahead[i] = offset + (is_last ? a_.cache.values<T>(block, tile_.first_head)
+                                   : a_.cache.keys<T>(block, tile_.first_head + head + 1));
     }
     Vec acc[ROWS][GROUPS];
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j) acc[i][j] = broadcast(0.0f);
     const int64_t first = head * rows_ + row;
-    accumulate<ROWS, GROUPS, 1, ROWS>(acc, queries_ + first * a_.width(), keys,
-                                      a_.cache.block_size, a_.cache.head_size);
+    const int64_t stride = a_.cache.block_size;
+    accumulate<ROWS, GROUPS, 1, ROWS>(
+        acc, queries_ + first * a_.width(), keys, stride, a_.cache.head_size,
+        [&](int i, int64_t d) { __builtin_prefetch(ahead[i] + d * stride); });
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j)
         store(weights_ + (first + i) * kStep + (g + j) * kLanes, acc[i][j]);
@@ -255,14 +261,30 @@ class TileRun {
       const int64_t position = start + from;
       const int64_t offset = position % a_.cache.block_size;
       const T* base = a_.cache.values<T>(block_of(position), tile_.first_head + head);
+      const T* next = values_ahead(position, head);
       const T* values[GROUPS];
-      for (int j = 0; j < GROUPS; ++j)
-        values[j] = base + a_.cache.value_index(offset, column + j * kLanes);
-      accumulate<ROWS, GROUPS, kStep, 1>(acc, weights_ + first * kStep + from, values,
-                                         a_.cache.panel(), to - from);
+      const T* ahead[GROUPS];
+      for (int j = 0; j < GROUPS; ++j) {
+        const int64_t index = a_.cache.value_index(offset, column + j * kLanes);
+        values[j] = base + index;
+        ahead[j] = next + index;
+      }
+      const int64_t stride = a_.cache.panel();
+      accumulate<ROWS, GROUPS, kStep, 1>(
+          acc, weights_ + first * kStep + from, values, stride, to - from,
+          [&](int j, int64_t key) { __builtin_prefetch(ahead[j] + key * stride); });
     }
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < GROUPS; ++j) store(sums + i * width + j * kLanes, acc[i][j]);
+  }
+
+  // What is read behind the values of a block and head: the values of the next head, or
+  // the keys of the block that has the same place in the next step.
+  const T* values_ahead(int64_t position, int64_t head) const {
+    if (head + 1 < tile_.num_heads)
+      return a_.cache.values<T>(block_of(position), tile_.first_head + head + 1);
+    const int64_t next = position + kStep < num_keys(rows_ - 1) ? position + kStep : position;
+    return a_.cache.keys<T>(block_of(next), tile_.first_head);
   }
 
   const Attention& a_;

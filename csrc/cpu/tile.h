@@ -12,15 +12,25 @@ constexpr int kMaxQuantizedRows = kHasManyRegisters ? 12 : 4;
 template <int ROWS>
 constexpr int kGroups = kHasManyRegisters || ROWS <= 3 ? 2 : 1;
 
+// For operands that nobody fetches ahead of their use.
+struct NoFetch {
+  void operator()(int, int64_t) const {}
+};
+
 // acc[i][g] += sum over k of a[i * ROW_STEP + k * K_STEP] * b[g][k * ldb + 0..15], one
 // fused multiply-add after the other in the order of k: the bits of a result depend on
-// its own row and column only. T is float, or uint16_t for halves.
-template <int ROWS, int GROUPS, int ROW_STEP, int K_STEP, typename T>
+// its own row and column only. T is float, or uint16_t for halves. fetch(g, k) asks for
+// what is needed after b[g] + k * ldb.
+template <int ROWS, int GROUPS, int ROW_STEP, int K_STEP, typename T,
+          typename Fetch = NoFetch>
 inline __attribute__((always_inline)) void accumulate(Vec (&acc)[ROWS][GROUPS],
                                                       const float* a,
                                                       const T* const (&b)[GROUPS],
-                                                      int64_t ldb, int64_t size) {
+                                                      int64_t ldb, int64_t size,
+                                                      const Fetch& fetch = {}) {
   for (int64_t k = 0; k < size; ++k) {
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; ++g) fetch(g, k);
     // Whichever needs fewer registers besides the sums.
     if constexpr (ROWS <= 3) {
       Vec values[ROWS];
