@@ -99,8 +99,7 @@ class BlockDrafterWeights:
         confidence: one output, of a state, or of it and the row of `bigrams`.
         temperatures: [num_draft_tokens], by which confidences are divided.
         column_ids: [columns] int64, the tokens that they stand for; None: their own.
-        block_size: slots of a block.
-        first_slot: of the first draft.
+        first_slot: of a block, that the first draft is read from.
     """
 
     embedding: TableWeights
@@ -113,7 +112,6 @@ class BlockDrafterWeights:
     confidence: LinearWeights
     temperatures: torch.Tensor
     column_ids: torch.Tensor | None
-    block_size: int
     first_slot: int
 
 
@@ -257,8 +255,6 @@ class FusedBlockDrafter:
             self._num_ids = int(weights.column_ids.max()) + 1
         describe = self._linears.describe
         self._max_drafts = weights.temperatures.shape[0]
-        if self._max_drafts > weights.block_size - weights.first_slot:
-            raise ValueError("there are more drafts than slots")
         self._drafter = _BlockDrafter(
             self._describe_table(weights.embedding),
             self._layers.address,
@@ -271,7 +267,6 @@ class FusedBlockDrafter:
             address_of(weights.temperatures, (self._max_drafts,)),
             column_ids,
             num_columns,
-            weights.block_size,
             weights.first_slot,
             weights.eps,
         )
@@ -293,7 +288,7 @@ class FusedBlockDrafter:
         """Draft for R requests.
 
         Args:
-            input_ids: [R * block_size] int64; a block starts with its anchor.
+            input_ids: [R * Q] int64, blocks of Q slots; each starts with its anchor.
             positions: of its shape.
             kv_caches: of all layers, of one `cpu_kv_cache_shape` and dtype.
             slot_mapping: as `reshape_and_cache` takes it.
@@ -301,7 +296,7 @@ class FusedBlockDrafter:
             query_start_loc: [R + 1] int32.
             seq_lens: [R] int32.
             num_drafts: [R] int32.
-            num_steps: K.
+            num_steps: K, at most one for each slot from `first_slot` on.
             max_reqs_at_once: bounds the logits that exist at once.
             draws: None takes the likeliest tokens.
 
@@ -313,13 +308,15 @@ class FusedBlockDrafter:
             IndexError: a position, slot, block or token is outside.
             ValueError: shapes do not belong together.
         """
-        weights = self._weights
-        num_reqs = seq_lens.shape[0]
-        num_tokens = num_reqs * weights.block_size
-        if not 0 < num_steps <= self._max_drafts or max_reqs_at_once < 1:
-            raise ValueError(f"{num_steps} drafts, {max_reqs_at_once} requests at once")
-        if positions.shape != (num_tokens,):
+        num_tokens, num_reqs = len(positions), seq_lens.shape[0]
+        num_slots, num_left = divmod(num_tokens, max(num_reqs, 1))
+        if num_left or positions.dim() != 1:
             raise ValueError(f"{tuple(positions.shape)} positions of {num_reqs} blocks")
+        max_steps = self._max_drafts
+        if num_reqs:
+            max_steps = min(max_steps, num_slots - self._weights.first_slot)
+        if not 0 < num_steps <= max_steps or max_reqs_at_once < 1:
+            raise ValueError(f"{num_steps} drafts, {max_reqs_at_once} requests at once")
         step = self._layers.describe_step(
             positions,
             kv_caches,
@@ -439,7 +436,6 @@ class _BlockDrafter(Structure):
         ("temperatures", c_void_p),
         ("column_ids", c_void_p),
         ("num_columns", c_int64),
-        ("block_size", c_int64),
         ("first_slot", c_int64),
         ("eps", c_float),
     )

@@ -194,7 +194,7 @@ struct VllmBlockDrafter {
   const float* temperatures;     // of the confidences, a step
   const int64_t* column_ids;     // tokens that columns stand for; null: their own
   int64_t num_columns;
-  int64_t block_size, first_slot;  // which of a block's slots the first draft is of
+  int64_t first_slot;            // which of a block's slots the first draft is of
   float eps;
 };
 

@@ -43,7 +43,7 @@ void divide(float* values, int64_t size, float divisor) {
 struct Part {
   const VllmBlockDrafter& d;
   const VllmDrafts& drafts;
-  int64_t first_req, num_reqs;
+  int64_t block_size, first_req, num_reqs;
   float* x;
   float* logits;
   float* confidence;
@@ -83,7 +83,7 @@ struct Part {
     parallel_for(num_rows(), grain_for(size, kMinElements), [&](int64_t row) {
       const int64_t block = first_req + row % num_reqs;
       const int64_t slot = d.first_slot + row / num_reqs;
-      const float* state = stream + (block * d.block_size + slot) * size;
+      const float* state = stream + (block * block_size + slot) * size;
       norm_row(state, d.norm, d.eps, x + row * width(), size);
     });
   }
@@ -95,7 +95,7 @@ struct Part {
   bool take(int64_t step) const {
     float* before = x + step * num_reqs * width() + hidden_size();
     for (int64_t req = 0; req < num_reqs; ++req) {
-      const int64_t* id = step == 0 ? drafts.input_ids + (first_req + req) * d.block_size
+      const int64_t* id = step == 0 ? drafts.input_ids + (first_req + req) * block_size
                                     : token_of(step - 1, req);
       if (!copy_rows(d.bigrams, id, 1, before + req * width(), width())) return false;
     }
@@ -164,7 +164,8 @@ VLLM_API int64_t vllm_draft_blocks(const VllmBlockDrafter* drafter, const VllmSt
     return code;
   float* x = stream + step->num_tokens * hidden_size;
   for (int64_t first = 0; first < step->num_reqs; first += at_once) {
-    Part part{*drafter, *drafts, first, std::min(at_once, step->num_reqs - first),
+    Part part{*drafter, *drafts, step->num_tokens / step->num_reqs,
+              first,    std::min(at_once, step->num_reqs - first),
               x,        nullptr, nullptr};
     part.logits = x + part.num_rows() * part.width();
     part.confidence = part.logits + part.num_rows() * part.num_columns();

@@ -1,6 +1,7 @@
 """The document of a machine's costs: what it may hold, and what the errors say."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,13 +12,18 @@ from vllm.config.cost_profile import (
 )
 from vllm.exceptions import VLLMValidationError
 
-PROFILE = CostProfile(((1, 2.5), (8, 4.0)), ((1, 20.0), (64, 90.0)), 16)
+PROFILE = CostProfile(
+    ((1, 2.5), (8, 4.0)), ((1, 20.0), (64, 90.0)), 16, single_draft_curve=((1, 2.0),)
+)
 GOOD = {"draft_curve": [[1, 2]], "verify_curve": [[1, 20], [4, 21.5]]}
 
 
 def test_a_profile_survives_its_document():
     document = json.loads(json.dumps(PROFILE.to_json()))
     assert parse_cost_profile(document, "file") == PROFILE
+    plain = replace(PROFILE, single_draft_curve=())
+    document = json.loads(json.dumps(plain.to_json()))
+    assert parse_cost_profile(document, "file") == plain
 
 
 def test_nothing_is_captured_unless_the_document_says_so():
@@ -48,6 +54,8 @@ def test_nothing_is_captured_unless_the_document_says_so():
         (GOOD | {"verify_curve": [[1, 10**400]]}, r"verify_curve\[0\] must be"),
         (GOOD | {"draft_curve": [[1, float("nan")]]}, r"draft_curve\[0\] must be"),
         (GOOD | {"draft_curve": [[1, float("inf")]]}, r"draft_curve\[0\] must be"),
+        (GOOD | {"single_draft_curve": None}, "single_draft_curve must be a list"),
+        (GOOD | {"single_draft_curve": [[1]]}, r"single_draft_curve\[0\] must be"),
         (GOOD | {"cudagraph_limit": -1}, "cudagraph_limit must be"),
         (GOOD | {"cudagraph_limit": 1.0}, "cudagraph_limit must be"),
     ],

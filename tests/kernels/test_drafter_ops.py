@@ -224,7 +224,6 @@ def drafter_weights(
         confidence=draw_linear(ops, draw, (1,), confidence_size, "float32", True),
         temperatures=torch.tensor([0.7, 1.3, 2.0]),
         column_ids=torch.arange(NUM_COLUMNS) + 11 if is_mapped else None,
-        block_size=NUM_SLOTS,
         first_slot=1,
     )
 
@@ -234,12 +233,13 @@ class Blocks:
     """Blocks of requests over contexts of these lengths."""
 
     lens: tuple[int, ...]
+    num_slots: int = NUM_SLOTS
 
     def __post_init__(self) -> None:
         num_reqs = len(self.lens)
-        ends = tuple(length + NUM_SLOTS for length in self.lens)
-        self.step = Step((NUM_SLOTS,) * num_reqs, ends, is_causal=False)
-        self.input_ids = torch.full((num_reqs, NUM_SLOTS), 2)
+        ends = tuple(length + self.num_slots for length in self.lens)
+        self.step = Step((self.num_slots,) * num_reqs, ends, is_causal=False)
+        self.input_ids = torch.full((num_reqs, self.num_slots), 2)
         self.input_ids[:, 0] = 20 + torch.arange(num_reqs)
         self.num_drafts = torch.tensor([3, 0, 2, 1] * num_reqs, dtype=torch.int32)
         self.num_drafts = self.num_drafts[:num_reqs]
@@ -264,11 +264,10 @@ class Blocks:
 def draft_singly(ops, w: BlockDrafterWeights, blocks: Blocks, caches, draws=None):
     stream = rows_of(ops, w.embedding, blocks.input_ids.flatten())
     run_singly(ops, w.layers, blocks.step, stream, caches)
-    states = ops.rms_norm(stream, w.norm, EPS, None).unflatten(0, (-1, NUM_SLOTS))[
-        :, 1:
-    ]
+    states = ops.rms_norm(stream, w.norm, EPS, None)
+    states = states.unflatten(0, (-1, blocks.num_slots))[:, 1:]
     ids, scores = [blocks.input_ids[:, 0].contiguous()], []
-    for step, temperature in enumerate(w.temperatures):
+    for step, temperature in enumerate(w.temperatures[: states.shape[1]]):
         state = states[:, step].contiguous()
         embedding = rows_of(ops, w.bigrams, ids[-1])
         logits = multiply(ops, state, w.head) + multiply(ops, embedding, w.bigram_head)
@@ -276,7 +275,7 @@ def draft_singly(ops, w: BlockDrafterWeights, blocks: Blocks, caches, draws=None
         scores.append(multiply(ops, inputs, w.confidence)[:, 0] / temperature)
         ids.append(choose_singly(ops, w, logits, step, draws))
     drafts = torch.stack(ids[1:], 1)
-    drafts[torch.arange(3) >= blocks.num_drafts.unsqueeze(1)] = -1
+    drafts[torch.arange(drafts.shape[1]) >= blocks.num_drafts.unsqueeze(1)] = -1
     return drafts, torch.stack(scores, 1)
 
 
@@ -320,6 +319,22 @@ def test_drafts_have_the_bits_of_the_single_operators(
     assert torch.equal(drafts, expected[0])
     assert torch.equal(scores, expected[1])
     assert all(map(torch.equal, caches, expected_caches))
+
+
+@native_ops
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_blocks_of_fewer_slots_have_the_bits_of_the_single_operators(ops, num_steps):
+    weights = drafter_weights(ops, "Q8_0", EXTRAS)
+    drafter = FusedBlockDrafter(ops, weights)
+    # One drafter runs blocks of all lengths.
+    for num_slots in (NUM_SLOTS, 1 + num_steps, NUM_SLOTS):
+        blocks = Blocks((9, 1, 30, 16), num_slots)
+        caches, expected_caches = make_caches(EXTRAS, 2), make_caches(EXTRAS, 2)
+        expected = draft_singly(ops, weights, blocks, expected_caches)
+        drafts, scores = blocks.run(drafter, caches, num_steps=num_slots - 1)
+        assert torch.equal(drafts, expected[0])
+        assert torch.equal(scores, expected[1])
+        assert all(map(torch.equal, caches, expected_caches))
 
 
 @native_ops
@@ -437,16 +452,21 @@ def test_blocks_outside_are_refused(ops):
         blocks.run(drafter, caches, num_steps=4)
     with pytest.raises(ValueError, match="expected contiguous"):
         blocks.run(drafter, caches, draws=make_draws(3, NUM_TOKENS))
-    for num_positions in (NUM_SLOTS, 3 * NUM_SLOTS):
+    for num_positions, message in [
+        (NUM_SLOTS, "3 drafts"),
+        (2 * NUM_SLOTS + 1, "positions of 2 blocks"),
+        (3 * NUM_SLOTS, "expected contiguous"),
+    ]:
         blocks = Blocks((5, 9))
         blocks.step.positions = torch.zeros(num_positions, dtype=torch.int64)
-        with pytest.raises(ValueError, match="positions of 2 blocks"):
+        with pytest.raises(ValueError, match=message):
             blocks.run(drafter, caches)
     blocks = Blocks((5, 9))
     with pytest.raises(ValueError, match="drafts' logits"):
         blocks.run(drafter, caches, draws=make_draws(2, NUM_COLUMNS + 10))
     weights = drafter_weights(ops, "float32", EXTRAS)
-    with pytest.raises(ValueError, match="slots"):
-        FusedBlockDrafter(ops, replace(weights, first_slot=2))
+    drafter = FusedBlockDrafter(ops, replace(weights, first_slot=2))
+    with pytest.raises(ValueError, match="3 drafts"):
+        Blocks((5, 9)).run(drafter, caches)
     with pytest.raises(ValueError, match="as wide"):
         FusedBlockDrafter(ops, replace(weights, embedding=weights.bigrams))

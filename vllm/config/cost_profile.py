@@ -6,7 +6,12 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-_CURVES = {"draft_curve": "requests", "verify_curve": "tokens"}
+_CURVES = {
+    "draft_curve": "requests",
+    "verify_curve": "tokens",
+    "single_draft_curve": "requests",
+}
+_OPTIONAL_CURVE = "single_draft_curve"
 _KEYS = (*_CURVES, "cudagraph_limit")
 # What is beyond is a mistake, and arithmetic with it would overflow.
 _MAX_SIZE, _MAX_MS = 10**9, 10**9
@@ -19,16 +24,20 @@ class CostProfile:
     """Measured times of a step.
 
     Args:
-        draft_curve: (requests, ms) of drafting for so many requests.
+        draft_curve: (requests, ms) of drafting for so many requests, as many drafts as
+            each can have.
         verify_curve: (tokens, ms) of all else in a step of so many tokens, drafts
             included: the forward pass, logits, verification, host work.
         cudagraph_limit: size up to which a step is padded to the next size in a curve;
             0 where nothing is captured.
+        single_draft_curve: (requests, ms) of drafting one token for each; empty: it is
+            not known to cost less.
     """
 
     draft_curve: Curve
     verify_curve: Curve
     cudagraph_limit: int = 0
+    single_draft_curve: Curve = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `parse_cost_profile` reads."""
@@ -42,7 +51,8 @@ def parse_cost_profile(
 
     Args:
         document: parsed JSON: {"draft_curve": [[requests, ms], ...], "verify_curve":
-            [[tokens, ms], ...], "cudagraph_limit": tokens (optional)}; sizes rise.
+            [[tokens, ms], ...]} and, as one likes, "single_draft_curve", of the form of
+            the first, and "cudagraph_limit": tokens; sizes rise.
         source: the file, for the error.
         parameter: what named the file.
 
@@ -61,6 +71,9 @@ def parse_cost_profile(
     curves = {}
     for name, unit in _CURVES.items():
         samples = document.get(name)
+        is_given = name in document and samples != []
+        if name == _OPTIONAL_CURVE and not is_given:
+            continue
         if not isinstance(samples, list) or not samples:
             raise wrong(name, f"must be a list of [{unit}, ms] pairs")
         for index, sample in enumerate(samples):

@@ -15,6 +15,12 @@ from vllm.v1.worker.gpu.spec_decode.draft_budget import (
 )
 
 
+def choose_length(num_steps: int, max_drafts_np: np.ndarray) -> int | None:
+    """Return for how many drafts a proposal is made: all, one or two, step by step."""
+    length = (None, 1, None, 2)[num_steps % 4]
+    return length if length is None else min(length, int(max_drafts_np.max()))
+
+
 class Sometimes(BudgetPolicy):
     """A changing share of the drafts, neither none nor all; in some steps no drafting.
 
@@ -32,8 +38,10 @@ class Sometimes(BudgetPolicy):
         self._num_steps += 1
         share = (0.25, 0.5, 0.75)[self._num_steps % 3]
         budget = min(max(int(step.num_drafts * share), 1), step.num_drafts)
-        is_pause = self._pauses is not None and self._num_steps % self._pauses == 0
-        return BudgetChoice(budget, drafts_next=not is_pause)
+        length = choose_length(self._num_steps, max_drafts_np)
+        if self._pauses is not None and self._num_steps % self._pauses == 0:
+            length = 0
+        return BudgetChoice(budget, length)
 
 
 class InTurn(BudgetPolicy):
@@ -49,26 +57,31 @@ class InTurn(BudgetPolicy):
     ) -> BudgetChoice:
         self._num_steps += 1
         budget = (0, (step.num_drafts + 1) // 2, step.num_drafts)[self._num_steps % 3]
-        return BudgetChoice(budget, drafts_next=self._num_steps % self._PAUSES > 0)
+        length = choose_length(self._num_steps, max_drafts_np)
+        return BudgetChoice(budget, length if self._num_steps % self._PAUSES else 0)
 
 
 class Watched(BudgetPolicy):
     """Another policy, of which every choice is kept.
 
     Attributes:
-        choices: (scheduled drafts, budget, whether drafts follow) of each step.
+        choices: (scheduled drafts, budget, most drafts of a request that follow) of a
+            step.
     """
 
     def __init__(self, policy: BudgetPolicy) -> None:
         self._policy = policy
         self.reads_confidences = policy.reads_confidences
-        self.choices: list[tuple[int, int, bool]] = []
+        self.choices: list[tuple[int, int, int]] = []
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
     ) -> BudgetChoice:
         choice = self._policy.choose(step, max_drafts_np, history)
-        self.choices.append((step.num_drafts, choice.draft_budget, choice.drafts_next))
+        length = choice.max_next_drafts
+        if length is None:
+            length = int(max_drafts_np.max())
+        self.choices.append((step.num_drafts, choice.draft_budget, length))
         return choice
 
     def observe_step(self, timing: StepTiming) -> None:

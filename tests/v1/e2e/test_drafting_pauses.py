@@ -29,7 +29,7 @@ class Pausing(BudgetPolicy):
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
     ) -> BudgetChoice:
         self._num_steps += 1
-        return BudgetChoice(step.num_drafts, drafts_next=self._num_steps % 5 < 2)
+        return BudgetChoice(step.num_drafts, None if self._num_steps % 5 < 2 else 0)
 
 
 def run(

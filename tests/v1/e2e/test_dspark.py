@@ -92,11 +92,21 @@ def all_ids(output: Any) -> list[int]:
 
 
 def draft_alone(
-    model: Path, drafter: Path, ids: list[int], anchor: int
+    model: Path,
+    drafter: Path,
+    ids: list[int],
+    anchor: int,
+    num_drafts: int | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Return drafts and confidences of a block over a context written at once."""
+    """Return drafts and confidences of a block over a context written at once.
+
+    Args:
+        num_drafts: of which the block is made, if it may be shorter.
+    """
     target = load_tiny_target(model)
     net = load_drafter(drafter, target)
+    if num_drafts is not None:
+        net.config = net.config.shortened(num_drafts)
     session = DraftSession(net)
     size = net.config.block_size
     session.write(target_taps(target, net.config, ids[:anchor]), 0, anchor)

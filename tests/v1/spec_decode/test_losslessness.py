@@ -374,7 +374,11 @@ class GivenCosts(LinearCosts):
         self.num_asked = 0
 
     def step_costs(
-        self, num_draft_reqs: int, num_non_draft_tokens: int, max_drafts: int
+        self,
+        num_draft_reqs: int,
+        num_non_draft_tokens: int,
+        max_drafts: int,
+        num_next_drafts: int,
     ) -> np.ndarray:
         self.num_asked += 1
         return self._costs_ms[: max_drafts + 1]

@@ -41,7 +41,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 class DSparkModel(Layer):
     """Drafts a block of tokens in one pass, then corrects them from left to right.
 
-    R requests, K = `config.num_draft_tokens`, Q = `config.block_size`. A round is
+    R requests, K = `config.num_draft_tokens`, Q = `config.block_size`, or fewer of both
+    where the drafter allows short blocks. A round is
     `combine_hidden_states` and `write_context_kv` for the tokens that were verified,
     `forward` for a block of every request, and for each draft k of the K in turn
     `markov_embed`, `markov_bias` and a draw; `compute_confidence` when all are drawn,
@@ -223,17 +224,19 @@ class DSparkModel(Layer):
             [R, K, hidden_size], the states that the drafts are read from.
         """
         metadata = get_forward_context().attn_metadata
-        assert metadata is None or not metadata.is_causal, "a block sees all of itself"
         block_size = self.config.block_size
-        assert input_ids.shape[0] % block_size == 0, (
-            "blocks are run at the size they were trained at: verify less instead"
-        )
+        if metadata is not None:
+            assert not metadata.is_causal, "a block sees all of itself"
+            block_size = metadata.max_query_len
+        assert (
+            self.config.allows_short_blocks or block_size == self.config.block_size
+        ), "blocks are run at the size they were trained at: verify less instead"
         assert self.embed_tokens is not None, "weights are loaded"
         stream = self.embed_tokens(input_ids)
         self.layers.run(positions, stream)
         x = self.norm(stream)
         # Without drafts from the anchor's slot, its state predicts nothing.
-        first = block_size - self.config.num_draft_tokens
+        first = self.config.num_silent_slots
         return x.view(-1, block_size, x.shape[-1])[:, first:]
 
     def maybe_draft(
@@ -416,8 +419,7 @@ class DSparkModel(Layer):
             confidence=proj,
             temperatures=confidence.temperatures,
             column_ids=None if vocab is None else vocab.target_ids,
-            block_size=self.config.block_size,
-            first_slot=self.config.block_size - self.config.num_draft_tokens,
+            first_slot=self.config.num_silent_slots,
         )
         backend = self.attentions[0].attn.backend
         return backend.maybe_fuse_block_drafter(weights)

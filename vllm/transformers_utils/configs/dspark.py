@@ -93,6 +93,11 @@ class DSparkConfig:
         return tuple(layer_idx + 1 for layer_idx in self.target_layer_ids)
 
     @property
+    def num_silent_slots(self) -> int:
+        """Slots in front of a block that nothing is drafted from."""
+        return self.block_size - self.num_draft_tokens
+
+    @property
     def has_reduced_vocab(self) -> bool:
         """Whether some of the target's tokens can never be drafted."""
         return self.draft_vocab_size != self.backbone.vocab_size
@@ -105,10 +110,9 @@ class DSparkConfig:
         """
         if not self.allows_short_blocks:
             return self
-        num_silent = self.block_size - self.num_draft_tokens
         return replace(
             self,
-            block_size=num_silent + num_drafts,
+            block_size=self.num_silent_slots + num_drafts,
             confidence_temperatures=self.confidence_temperatures[:num_drafts],
         )
 

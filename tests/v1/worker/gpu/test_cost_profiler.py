@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -36,12 +37,12 @@ SMALL = {"max_num_seqs": 4, "num_gpu_blocks_override": 40}
 
 
 def test_drafting_is_timed_for_all_numbers_of_requests():
-    shapes = list_draft_shapes(6)
-    assert [(s.num_reqs, s.drafts_next) for s in shapes] == [
-        (num_reqs, drafts_next)
-        for num_reqs in (1, 2, 4, 6)
-        for drafts_next in (False, True)
+    shapes = list_draft_shapes(6, num_drafts=5)
+    assert [(s.num_reqs, s.num_next_drafts) for s in shapes] == [
+        (num_reqs, num_drafts) for num_reqs in (1, 2, 4, 6) for num_drafts in (0, 1, 5)
     ]
+    shapes = list_draft_shapes(2, num_drafts=1)
+    assert [s.num_next_drafts for s in shapes] == [0, 1, 0, 1]
 
 
 def test_verifications_of_all_sizes_spread_their_drafts_over_requests():
@@ -90,7 +91,7 @@ class FakeRequests:
         return ms
 
 
-SHAPES = [StepShape(1), StepShape(1, drafts_next=True), StepShape(8), StepShape(64)]
+SHAPES = [StepShape(1), StepShape(1, num_next_drafts=1), StepShape(8), StepShape(64)]
 
 
 def test_the_first_round_and_single_delays_do_not_count(monkeypatch):
@@ -119,14 +120,22 @@ def test_no_step_starts_that_would_end_too_late(monkeypatch):
 
 
 def test_what_drafting_adds_is_its_cost():
-    plain, drafting = StepShape(2), StepShape(2, drafts_next=True)
-    slower = StepShape(4, drafts_next=True)
-    costs = {plain: 5.0, drafting: 7.5, StepShape(4): 8.0, slower: 7.0}
+    plain, drafting = StepShape(2), StepShape(2, num_next_drafts=3)
+    slower, single = replace(drafting, num_reqs=4), replace(drafting, num_next_drafts=1)
+    costs = {plain: 5.0, single: 6.0, drafting: 7.5, StepShape(4): 8.0, slower: 7.0}
     costs |= {StepShape(1, num_drafts=3): 10.0, StepShape(1, num_new_tokens=9): 20.0}
     # Four tokens are timed twice; a clock's error is no gain.
     assert make_profile(costs) == CostProfile(
-        ((2, 2.5), (4, 0.0)), ((2, 5.0), (4, 9.0), (9, 20.0))
+        ((2, 2.5), (4, 0.0)),
+        ((2, 5.0), (4, 9.0), (9, 20.0)),
+        single_draft_curve=((2, 1.0),),
     )
+
+
+def test_a_drafter_of_one_draft_has_one_curve():
+    costs = {StepShape(1): 5.0, StepShape(1, num_next_drafts=1): 7.0}
+    profile = make_profile(costs)
+    assert profile.draft_curve == profile.single_draft_curve == ((1, 2.0),)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +196,9 @@ def test_the_work_of_a_timed_step_is_what_its_size_says(model):
     runner._forward = record
     times = measure_steps(runner, worker.get_kv_cache_config())
     assert {shape.num_tokens for shape in times} == {1, 2, 4, 8, 16, 24, 48, 64}
-    assert {shape.num_reqs for shape in times if shape.drafts_next} == {1, 2, 4}
+    for num_drafts in (1, 5):
+        drafting = [shape for shape in times if shape.num_next_drafts == num_drafts]
+        assert {shape.num_reqs for shape in drafting} == {1, 2, 4}
     assert {num_tokens for num_tokens, _ in sizes} == {1, 2, 4, 8, 16, 24, 48, 64}
     # A prompt's chunk samples nothing; all other tokens are sampled at.
     assert {rows for num_tokens, rows in sizes if num_tokens > 24} == {0}
@@ -269,7 +280,7 @@ def test_a_cost_table_is_used_as_it_is(model, cache, monkeypatch, tmp_path):
     costs = cost_profiler.prepare_cost_model(
         worker.model_runner, worker.get_kv_cache_config()
     )
-    assert costs.step_costs(1, 1, 3).tolist() == [12.0, 22.0, 32.0, 42.0]
+    assert costs.step_costs(1, 1, 3, 5).tolist() == [12.0, 22.0, 32.0, 42.0]
     assert not cache.exists()
     engine.shutdown()
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def describe_setup(vllm_config: VllmConfig, device: torch.device) -> dict[str, A
         "max_model_len": model_config.max_model_len,
         "block_size": vllm_config.cache_config.block_size,
         "cache_dtype": vllm_config.cache_config.cache_dtype,
+        "curves": [field.name for field in fields(CostProfile)],
         "context_len": envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN,
     }
 

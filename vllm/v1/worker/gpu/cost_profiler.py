@@ -68,7 +68,12 @@ def prepare_cost_model(
         config.scheduler_config.max_num_batched_tokens,
         max_num_reqs * (1 + config.num_speculative_tokens),
     )
-    return CostModel.from_profile(profile, max_num_reqs, max_num_tokens)
+    return CostModel.from_profile(
+        profile,
+        max_num_reqs,
+        max_num_tokens,
+        config.num_speculative_tokens,
+    )
 
 
 def _load_or_measure(
@@ -127,9 +132,13 @@ def measure_steps(
     max_num_reqs = scheduler_config.max_num_seqs
     max_num_tokens = scheduler_config.max_num_batched_tokens
     max_model_len = config.model_config.max_model_len
-    num_drafts = _max_num_drafts(config)
+    num_drafts, num_next_drafts = _max_num_drafts(config), config.num_speculative_tokens
     verify_shapes = list_verify_shapes(max_num_reqs, num_drafts, max_num_tokens)
-    shapes = list(dict.fromkeys([*list_draft_shapes(max_num_reqs), *verify_shapes]))
+    shapes = list(
+        dict.fromkeys(
+            [*list_draft_shapes(max_num_reqs, num_next_drafts), *verify_shapes]
+        )
+    )
     prompt_shapes = list_prompt_shapes(
         verify_shapes[-1].num_tokens, min(max_num_tokens, max_model_len - 1)
     )
@@ -153,12 +162,16 @@ def measure_steps(
     return times
 
 
-def list_draft_shapes(max_num_reqs: int) -> list[StepShape]:
-    """Return decodes with and without drafting behind them."""
+def list_draft_shapes(max_num_reqs: int, num_drafts: int) -> list[StepShape]:
+    """Return decodes with nothing, one draft or all drafts proposed behind them.
+
+    Args:
+        num_drafts: that a proposal can have.
+    """
     return [
-        StepShape(num_reqs, drafts_next=drafts_next)
+        StepShape(num_reqs, num_next_drafts=num_next_drafts)
         for num_reqs in _doublings(1, max_num_reqs)
-        for drafts_next in (False, True)
+        for num_next_drafts in sorted({0, 1, num_drafts})
     ]
 
 
@@ -246,16 +259,24 @@ def make_profile(costs: dict[StepShape, float]) -> CostProfile:
     """Tell drafting and the rest of a step apart.
 
     Args:
-        costs: shape -> ms; one that drafts is there without drafting, too.
+        costs: shape -> ms; one that drafts is there without drafting, too, and for one
+            draft or as many as can be, or both.
     """
-    draft_curve, verify_samples = [], defaultdict(list)
+    draft_samples, verify_samples = defaultdict(list), defaultdict(list)
     for shape, ms in costs.items():
-        if shape.drafts_next:
-            drafting_ms = ms - costs[replace(shape, drafts_next=False)]
-            draft_curve.append((shape.num_reqs, max(drafting_ms, 0.0)))
+        if shape.num_next_drafts:
+            drafting_ms = max(ms - costs[replace(shape, num_next_drafts=0)], 0.0)
+            draft_samples[shape.num_next_drafts].append((shape.num_reqs, drafting_ms))
         else:
             verify_samples[shape.num_tokens].append(ms)
+    draft_curves = [
+        tuple(sorted(draft_samples[number])) for number in sorted(draft_samples)
+    ]
     # As many tokens of many requests, or of few and their drafts: the table has one
     # number for both.
     verify_curve = [(size, statistics.mean(ms)) for size, ms in verify_samples.items()]
-    return CostProfile(tuple(sorted(draft_curve)), tuple(sorted(verify_curve)))
+    return CostProfile(
+        draft_curve=draft_curves[-1] if draft_curves else (),
+        verify_curve=tuple(sorted(verify_curve)),
+        single_draft_curve=draft_curves[0] if draft_curves else (),
+    )

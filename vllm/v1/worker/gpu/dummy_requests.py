@@ -35,13 +35,13 @@ class StepShape:
         num_reqs: in the step.
         num_new_tokens: that each computes beside its drafts: one, or a prompt's chunk.
         num_drafts: that each verifies.
-        drafts_next: whether drafting follows.
+        num_next_drafts: that are proposed for each at its end.
     """
 
     num_reqs: int
     num_new_tokens: int = 1
     num_drafts: int = 0
-    drafts_next: bool = False
+    num_next_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -55,12 +55,12 @@ class _AsScheduled(BudgetPolicy):
     reads_confidences = False
 
     def __init__(self) -> None:
-        self.drafts_next = False
+        self.num_next_drafts = 0
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
     ) -> BudgetChoice:
-        return BudgetChoice(step.num_drafts, self.drafts_next)
+        return BudgetChoice(step.num_drafts, self.num_next_drafts)
 
 
 class DummyRequests:
@@ -118,7 +118,7 @@ class DummyRequests:
 
     def time_step(self, shape: StepShape) -> float:
         """Run a step with the first requests, and return its milliseconds."""
-        self._policy.drafts_next = shape.drafts_next
+        self._policy.num_next_drafts = shape.num_next_drafts
         states = self._runner.req_states
         states.total_len.gpu.fill_(self._prompt_len)
         states.num_computed_tokens.gpu.fill_(self._context_len)

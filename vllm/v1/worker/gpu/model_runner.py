@@ -321,11 +321,12 @@ class GPUModelRunner:
         if self.speculator is None:
             return
         batch, taps = executed.batch, executed.taps
-        if not executed.plan.drafts_next:
+        max_drafts = executed.plan.max_next_drafts
+        if max_drafts == 0:
             self.speculator.write_context(batch, taps)
             return
         drafts = self.speculator.propose(
-            batch, sampler_output, executed.hidden_states, taps
+            batch, sampler_output, executed.hidden_states, taps, max_drafts
         )
         if drafts is None:
             return

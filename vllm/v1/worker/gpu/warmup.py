@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.draft_budget import (
     BudgetPolicy,
     FixedBudget,
     VerifyAll,
+    list_draft_lengths,
 )
 
 _NUM_PROMPT_TOKENS = 3
@@ -63,6 +64,8 @@ def _list_steps(
         if config.enable_adaptive_verification:
             # Only the device knows which one it is.
             steps.append((num_drafts, FixedBudget(1)))
+            lengths = list_draft_lengths(num_drafts, num_drafts)[:-1]
+            steps += [(0, FixedBudget(0, length)) for length in lengths]
     return steps
 
 

@@ -29,7 +29,7 @@ class Recording(BudgetPolicy):
         self.timings: list[StepTiming] = []
 
     def choose(self, step, max_drafts_np, history) -> BudgetChoice:
-        return BudgetChoice(self.draft_budget, drafts_next=False, predicted_ms=3.0)
+        return BudgetChoice(self.draft_budget, max_next_drafts=0, predicted_ms=3.0)
 
     def observe_step(self, timing: StepTiming) -> None:
         self.timings.append(timing)
@@ -107,7 +107,7 @@ def test_a_plan_does_not_change(device):
     steps = Verifier(Recording(), device)
     steps.add(0)
     plan = steps.plan([0], [2])
-    assert not plan.drafts_next
+    assert plan.max_next_drafts == 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.draft_budget = 1
 

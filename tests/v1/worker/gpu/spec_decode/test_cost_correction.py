@@ -51,7 +51,7 @@ def stairs(sizes: np.ndarray) -> np.ndarray:
 
 
 def measured(machine: Machine) -> CostModel:
-    return CostModel(machine.draft_ms, machine.verify_ms)
+    return CostModel(machine.draft_ms, machine.verify_ms, NUM_DRAFTS)
 
 
 def serve(
@@ -64,16 +64,15 @@ def serve(
         confidences = rng.normal(0.7, 0.15, (num_reqs, NUM_DRAFTS)).clip(0.05, 1.0)
         survivals = np.sort(confidences.cumprod(axis=1).ravel())[::-1]
         tokens = num_reqs + np.concatenate([[0.0], survivals.cumsum()])
-        budget = int(
-            np.argmax(tokens / model.step_costs(num_reqs, num_reqs, len(survivals)))
-        )
+        costs = model.step_costs(num_reqs, num_reqs, len(survivals), NUM_DRAFTS)
+        budget = int(np.argmax(tokens / costs))
         budgets = np.arange(len(tokens))
         true_ms = machine.verify_ms[num_reqs + budgets] + machine.draft_ms[num_reqs]
         speeds = tokens / true_ms
         shares.append(speeds[budget] / speeds.max())
         num_tokens = num_reqs + budget
         step_ms = machine.run(num_reqs, num_tokens)
-        model.observe(num_reqs, num_tokens, step_ms, True)
+        model.observe(num_reqs, num_tokens, step_ms, NUM_DRAFTS)
     return np.array(shares)
 
 
@@ -124,9 +123,10 @@ def test_predictions_come_near_what_is_measured_beside_slow_steps():
         num_tokens = num_reqs * int(rng.integers(1, 9))
         drafted = bool(rng.random() < 0.7)
         step_ms = machine.run(num_reqs, num_tokens, drafted)
-        model.observe(num_reqs, num_tokens, step_ms, drafted)
+        model.observe(num_reqs, num_tokens, step_ms, NUM_DRAFTS * drafted)
     for num_reqs, num_tokens in [(1, 4), (4, 16), (16, 64), (16, 120)]:
-        [*_, predicted] = model.step_costs(num_reqs, num_reqs, num_tokens - num_reqs)
+        num_verified = num_tokens - num_reqs
+        [*_, predicted] = model.step_costs(num_reqs, num_reqs, num_verified, NUM_DRAFTS)
         true = machine.cost(num_reqs, num_tokens)
         assert predicted == pytest.approx(true, rel=0.12)
         alone = model.step_cost_without_drafting(num_tokens)
@@ -139,8 +139,9 @@ def test_drafting_is_told_apart_from_verification():
     model = measured(PROFILED)
     for step in range(200):
         drafted = step % 2 == 0
-        model.observe(8, 24, machine.run(8, 24, drafted), drafted)
-    drafting_ms = model.step_costs(8, 24, 0)[0] - model.step_cost_without_drafting(24)
+        model.observe(8, 24, machine.run(8, 24, drafted), NUM_DRAFTS * drafted)
+    with_drafts = model.step_costs(8, 24, 0, NUM_DRAFTS)[0]
+    drafting_ms = with_drafts - model.step_cost_without_drafting(24)
     assert drafting_ms == pytest.approx(18.0, rel=0.1)
 
 

@@ -87,47 +87,76 @@ def test_more_work_never_costs_less_and_measured_sizes_cost_what_was_measured():
 
 def make_model():
     profile = CostProfile(((1, 2.0), (4, 5.0)), ((1, 10.0), (32, 72.0)))
-    return CostModel.from_profile(profile, 4, 32)
+    return CostModel.from_profile(profile, 4, 32, 3)
 
 
 def test_a_step_costs_its_tokens_and_the_drafting_behind_it():
     model = make_model()
-    np.testing.assert_allclose(model.step_costs(2, 3, 2), [17.0, 19.0, 21.0])
+    np.testing.assert_allclose(model.step_costs(2, 3, 2, 3), [17.0, 19.0, 21.0])
     assert model.step_cost_without_drafting(3) == pytest.approx(14.0)
 
 
 def test_drafting_for_nobody_costs_nothing():
     model = make_model()
-    assert model.step_costs(0, 5, 0).tolist() == [model.step_cost_without_drafting(5)]
+    assert model.step_costs(0, 5, 0, 3).tolist() == [
+        model.step_cost_without_drafting(5)
+    ]
+
+
+def test_drafting_costs_by_the_draft_between_one_and_all():
+    profile = CostProfile(
+        ((1, 2.0), (4, 8.0)), ((1, 10.0),), single_draft_curve=((1, 1.0), (4, 9.0))
+    )
+    model = CostModel.from_profile(profile, 4, 32, 3)
+    costs = [model.step_costs(1, 1, 0, length)[0] for length in (0, 1, 2, 3)]
+    np.testing.assert_allclose(costs, [10.0, 11.0, 11.5, 12.0])
+    # One draft is never dearer than all, whatever a clock says.
+    costs = [model.step_costs(4, 4, 0, length)[0] for length in (1, 2, 3)]
+    np.testing.assert_allclose(costs, [18.0] * 3)
+    [only] = CostModel.from_profile(profile, 4, 32, 1).step_costs(1, 1, 0, 1)
+    assert only == 12.0
+
+
+def test_what_short_proposals_take_is_learnt_about_long_ones_too():
+    profile = CostProfile(
+        ((1, 4.0),), ((1, 10.0), (4, 10.0)), single_draft_curve=((1, 2.0),)
+    )
+    model = CostModel.from_profile(profile, 1, 4, 3)
+    for _ in range(200):
+        model.observe(1, 1, 10.0, 0)
+        model.observe(1, 1, 14.0, 1)
+    # Two milliseconds were four: of all drafts four are eight.
+    assert model.step_costs(1, 1, 0, 1)[0] == pytest.approx(14.0, rel=0.03)
+    assert model.step_costs(1, 1, 0, 3)[0] == pytest.approx(18.0, rel=0.05)
 
 
 def test_a_file_gives_the_model_of_its_profile(tmp_path):
     path = tmp_path / "costs.json"
     document = {"draft_curve": [[1, 2], [4, 5]], "verify_curve": [[1, 10], [32, 72]]}
     path.write_text(json.dumps(document))
-    model = CostModel.from_profile(read_cost_profile(str(path)), 4, 32)
+    model = CostModel.from_profile(read_cost_profile(str(path)), 4, 32, 3)
     np.testing.assert_array_equal(
-        model.step_costs(2, 3, 9), make_model().step_costs(2, 3, 9)
+        model.step_costs(2, 3, 9, 3), make_model().step_costs(2, 3, 9, 3)
     )
 
 
 def test_what_a_step_took_decides_about_none_of_the_drafts_that_it_drew():
     model = make_model()
-    before = model.step_costs(4, 4, 28)
+    before = model.step_costs(4, 4, 28, 3)
     # The last of them is known to nobody until the next one is.
     for _ in range(8):
-        model.observe(4, 8, 100.0, True)
-    np.testing.assert_array_equal(model.step_costs(4, 4, 28), before)
-    model.observe(4, 8, 100.0, True)
-    assert (model.step_costs(4, 4, 28) > before).all()
+        model.observe(4, 8, 100.0, 3)
+    np.testing.assert_array_equal(model.step_costs(4, 4, 28, 3), before)
+    model.observe(4, 8, 100.0, 3)
+    assert (model.step_costs(4, 4, 28, 3) > before).all()
 
 
 def test_a_clock_that_stood_still_teaches_nothing():
     model = make_model()
-    before = model.step_costs(4, 4, 28)
+    before = model.step_costs(4, 4, 28, 3)
     for _ in range(20):
-        model.observe(4, 8, 0.0, True)
-    np.testing.assert_array_equal(model.step_costs(4, 4, 28), before)
+        model.observe(4, 8, 0.0, 3)
+    np.testing.assert_array_equal(model.step_costs(4, 4, 28, 3), before)
 
 
 def test_corrected_costs_still_rise_with_the_work():
@@ -136,20 +165,20 @@ def test_corrected_costs_still_rise_with_the_work():
     for _ in range(300):
         num_reqs, num_tokens = int(rng.integers(0, 5)), int(rng.integers(1, 33))
         # Larger steps that are quicker: nonsense, as clocks tell it.
-        model.observe(num_reqs, num_tokens, 200.0 / num_tokens, bool(rng.integers(2)))
+        model.observe(num_reqs, num_tokens, 200.0 / num_tokens, int(rng.integers(4)))
     for num_reqs in range(4):
-        assert (np.diff(model.step_costs(num_reqs, 0, 32)) >= 0).all()
-        more = model.step_costs(num_reqs + 1, 0, 32)
-        assert (more >= model.step_costs(num_reqs, 0, 32)).all()
+        assert (np.diff(model.step_costs(num_reqs, 0, 32, 3)) >= 0).all()
+        more = model.step_costs(num_reqs + 1, 0, 32, 3)
+        assert (more >= model.step_costs(num_reqs, 0, 32, 3)).all()
 
 
 def test_costs_of_a_full_batch_are_looked_up_within_the_time_of_a_few_operations():
     verify = np.arange(1.0, 514.0)
-    model = CostModel(np.arange(65.0), verify)
+    model = CostModel(np.arange(65.0), verify, 7)
     # The best of many: what else the machine does is not meant.
     times_us = []
     for _ in range(50):
         start_s = time.perf_counter()
-        model.step_costs(64, 64, 448)
+        model.step_costs(64, 64, 448, 3)
         times_us.append(1e6 * (time.perf_counter() - start_s))
     assert min(times_us) < 20

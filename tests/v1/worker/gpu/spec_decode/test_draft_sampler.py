@@ -36,7 +36,7 @@ def sample(sampler, logits, step=0):
     index = torch.arange(num_rows, dtype=torch.int32, device=logits.device)
     anchor = torch.full((num_rows,), 7, device=logits.device)
     is_all_greedy = sampler.prepare(np.arange(num_rows, dtype=np.int32))
-    draws = sampler.begin(index, anchor, is_all_greedy)
+    draws = sampler.begin(index, anchor, is_all_greedy, num_drafts=2)
     return sampler.sample(logits.clone(), step, draws)
 
 

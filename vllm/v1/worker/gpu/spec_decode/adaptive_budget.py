@@ -1,5 +1,6 @@
 """The budget of the shipped engine: most tokens a second, by confidences and costs."""
 
+from collections import defaultdict
 from typing import Protocol
 
 import numpy as np
@@ -12,19 +13,28 @@ from vllm.v1.worker.gpu.spec_decode.draft_budget import (
     StepTiming,
     choose_draft_budget,
     expected_gains,
+    list_draft_lengths,
 )
 from vllm.v1.worker.gpu.spec_decode.drafting_switch import DraftingSwitch
+from vllm.v1.worker.gpu.spec_decode.plain_steps import PlainStepProbe
 
 # Drafts that a try verifies, of however many requests: enough to learn from, and no
 # burden for a large batch.
 _NUM_TRIED_DRAFTS = 8
+# Choices of short proposals in a row before one as long as can be: what is typical of
+# later drafts is known from those alone.
+_MAX_SHORT = 16
 
 
 class StepCosts(Protocol):
     """What a step costs on this device, in milliseconds."""
 
     def step_costs(
-        self, num_draft_reqs: int, num_non_draft_tokens: int, max_drafts: int
+        self,
+        num_draft_reqs: int,
+        num_non_draft_tokens: int,
+        max_drafts: int,
+        num_next_drafts: int,
     ) -> np.ndarray:
         """Return the cost of the whole step if drafting follows.
 
@@ -32,6 +42,7 @@ class StepCosts(Protocol):
             num_draft_reqs: requests that drafts are then proposed for.
             num_non_draft_tokens: tokens that the target computes anyway.
             max_drafts: the largest number of drafts beside them.
+            num_next_drafts: that are proposed for each request.
 
         Returns:
             [max_drafts + 1] float64, by the number of drafts that are verified.
@@ -41,7 +52,11 @@ class StepCosts(Protocol):
         """Return the cost of the whole step if no drafting follows."""
 
     def observe(
-        self, num_draft_reqs: int, num_tokens: int, step_ms: float, drafted: bool
+        self,
+        num_draft_reqs: int,
+        num_tokens: int,
+        step_ms: float,
+        num_next_drafts: int,
     ) -> None:
         """Learn what a step has cost."""
 
@@ -49,13 +64,14 @@ class StepCosts(Protocol):
 class AdaptiveBudget(BudgetPolicy):
     """Maximises expected tokens over expected time.
 
-    A choice stands while steps are of its size, until half of the rounds that it was
-    made from are replaced, or patience with its loss would end: to weigh everything in
-    each step of one request would cost as much as a draft brings.
+    A choice stands while steps are of its size, until the rounds that it was made from
+    are replaced, or patience with its loss would end: to weigh everything in each step
+    of one request would cost as much as a draft brings.
 
-    Whether drafts are proposed at all is decided by the same rule: if a step of the
-    same requests without drafts would give more tokens a second, often or by far, none
-    are; now and then they are tried again.
+    How many drafts are proposed, and whether any are, is decided by the same rule: of
+    some lengths the one that would give most tokens a second; and if a step of the same
+    requests without drafts would give more, often or by far, none are. Now and then
+    more are tried again.
 
     Args:
         costs: of steps.
@@ -66,8 +82,9 @@ class AdaptiveBudget(BudgetPolicy):
         # By the number of requests, in doublings: what pays for one of them says
         # nothing about eight.
         self._switches: dict[int, DraftingSwitch] = {}
+        self._probes: dict[int, PlainStepProbe] = defaultdict(PlainStepProbe)
         # Of the last step in which anything could be drafted, and how many sampled.
-        self._switch = DraftingSwitch()
+        self._switch, self._probe = DraftingSwitch(), PlainStepProbe()
         self._num_reqs = 0
         # The last step was one of a pause that was not weighed.
         self._is_passed_over = False
@@ -75,6 +92,9 @@ class AdaptiveBudget(BudgetPolicy):
         self._choice = BudgetChoice(0)
         self._size = (0, 0, 0)
         self._num_standing = 0
+        # Choices since the last one of as many drafts as can be. It is one.
+        self._num_short = _MAX_SHORT
+        self._is_looking_far = False
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
@@ -85,6 +105,7 @@ class AdaptiveBudget(BudgetPolicy):
         if self._num_standing > 0 and size == self._size:
             self._num_standing -= 1
             self._switch.go_on()
+            self._probe.go_on()
             return self._choice
         self._num_standing = 0
         is_same = step.num_drafts == 0 and num_reqs == self._num_reqs
@@ -93,30 +114,30 @@ class AdaptiveBudget(BudgetPolicy):
             tokens_ms = self._costs.step_cost_without_drafting(
                 step.num_non_draft_tokens
             )
-            return BudgetChoice(0, drafts_next=False, predicted_ms=tokens_ms)
+            return BudgetChoice(0, max_next_drafts=0, predicted_ms=tokens_ms)
         past = history.get_past_confidences(step.idx_mapping_np)
+        is_testing = self._switch.is_testing
+        length, drafts_next = self._decide_drafting(
+            past, max_drafts_np * step.is_sampling_np, num_reqs
+        )
         gains = expected_gains(past, step.num_drafts_np)
         costs_ms = self._costs.step_costs(
-            num_reqs, step.num_non_draft_tokens, step.num_drafts
+            num_reqs, step.num_non_draft_tokens, step.num_drafts, length
         )
         draft_budget = choose_draft_budget(num_reqs, gains, costs_ms)
-        is_testing = self._switch.is_testing
         if is_testing:
             # What is believed of drafts that are never verified can never be found
             # to be wrong.
             draft_budget = max(draft_budget, min(_NUM_TRIED_DRAFTS, step.num_drafts))
         predicted_ms = float(costs_ms[draft_budget])
-        next_drafts_np = max_drafts_np * step.is_sampling_np
-        if next_drafts_np.tolist() != step.num_drafts_np.tolist():
-            gains = expected_gains(past, next_drafts_np)
-        drafts_next = self._decide_drafting(num_reqs, gains)
         if not drafts_next:
             num_tokens = step.num_non_draft_tokens + draft_budget
             predicted_ms = self._costs.step_cost_without_drafting(num_tokens)
-        choice = BudgetChoice(draft_budget, drafts_next, predicted_ms)
-        if drafts_next and not is_testing:
+            return BudgetChoice(draft_budget, 0, predicted_ms)
+        choice = BudgetChoice(draft_budget, length, predicted_ms)
+        if not is_testing and not self._is_looking_far:
             self._choice, self._size = choice, size
-            num_standing = min(len(past) // 2 - 1, self._switch.num_harmless_steps)
+            num_standing = min(len(past) - 1, self._switch.num_harmless_steps)
             self._num_standing = max(int(num_standing), 0)
         return choice
 
@@ -128,25 +149,53 @@ class AdaptiveBudget(BudgetPolicy):
             timing.num_draft_reqs,
             timing.num_tokens,
             timing.step_ms,
-            timing.has_drafted,
+            timing.max_next_drafts,
         )
 
-    def _decide_drafting(self, num_reqs: int, gains: np.ndarray) -> bool:
-        """Say whether the requests that sample now are to have drafts next.
+    def _decide_drafting(
+        self, past: np.ndarray, allowed_np: np.ndarray, num_reqs: int
+    ) -> tuple[int, bool]:
+        """Say how many drafts the requests that sample now are to have next.
 
         Args:
+            past: confidences, as `expected_gains` takes them.
+            allowed_np: [num_reqs of the step] int32, the most drafts of each.
             num_reqs: how many sample.
-            gains: [drafts that they would have + 1] float64, see `expected_gains`.
+
+        Returns:
+            Drafts of a request at which drafting does best, and whether any are to be
+            proposed.
         """
-        num_drafts = len(gains) - 1
-        if num_drafts == 0:
-            return False
-        costs_ms = self._costs.step_costs(num_reqs, num_reqs, num_drafts)
-        best = ((num_reqs + gains) / costs_ms).max()
+        most = max(allowed_np.tolist(), default=0)
+        self._is_looking_far = False
+        if most == 0:
+            return 0, False
+        best_length, best = most, 0.0
+        for length in list_draft_lengths(past.shape[2], most):
+            gains = expected_gains(past, np.minimum(allowed_np, np.int32(length)))
+            costs_ms = self._costs.step_costs(
+                num_reqs, num_reqs, len(gains) - 1, length
+            )
+            speed = ((num_reqs + gains) / costs_ms).max()
+            # More drafts for the same: more to choose from.
+            if speed >= best:
+                best_length, best = length, speed
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
         self._switch = self._find_switch(num_reqs)
+        self._probe = self._probes[num_reqs.bit_length()]
         self._num_reqs = num_reqs
-        return self._switch.decide(float(best / alone))
+        speedup = float(best / alone)
+        if not self._switch.decide(speedup):
+            self._probe.restart()
+            return best_length, False
+        if self._probe.is_due(speedup):
+            return best_length, False
+        self._probe.go_on()
+        self._num_short = self._num_short + 1 if best_length < most else 0
+        if self._num_short > _MAX_SHORT:
+            self._num_short, self._is_looking_far = 0, True
+            best_length = most
+        return best_length, True
 
     def _find_switch(self, num_reqs: int) -> DraftingSwitch:
         size = num_reqs.bit_length()

@@ -35,12 +35,13 @@ class VerificationPlan:
     Args:
         draft_budget: drafts that are verified, over all requests.
         admitted: [num_reqs] int32, on the device: how many leading drafts of each.
-        drafts_next: whether drafts are proposed at the end of the step.
+        max_next_drafts: of a request, that are proposed at the end of the step; 0: none
+            are.
     """
 
     draft_budget: int
     admitted: torch.Tensor
-    drafts_next: bool
+    max_next_drafts: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class _PlannedStep:
     start: float
     num_draft_reqs: int
     num_tokens: int
-    drafts_next: bool
+    max_next_drafts: int
     predicted_ms: float | None
 
 
@@ -76,6 +77,7 @@ class AdaptiveVerifier:
     ) -> None:
         self.policy: BudgetPolicy = VerifyAll()
         self._history = ConfidenceHistory(max_num_reqs, num_speculative_tokens, device)
+        self._num_speculative_tokens = num_speculative_tokens
         self._clock = clock
         self._last: _PlannedStep | None = None
         self._step_cost: StepCost | None = None
@@ -122,17 +124,20 @@ class AdaptiveVerifier:
         assert 0 <= draft_budget <= step.num_drafts, (
             f"a budget of {draft_budget} for {step.num_drafts} drafts"
         )
+        max_next_drafts = choice.max_next_drafts
+        if max_next_drafts is None:
+            max_next_drafts = self._num_speculative_tokens
         self._last = _PlannedStep(
             now,
             step.num_sampling_reqs,
             step.num_non_draft_tokens + draft_budget,
-            choice.drafts_next,
+            max_next_drafts,
             choice.predicted_ms,
         )
         return VerificationPlan(
             draft_budget,
             self._admit(step, idx_mapping, draft_budget),
-            choice.drafts_next,
+            max_next_drafts,
         )
 
     def get_confidences(
@@ -198,7 +203,7 @@ class AdaptiveVerifier:
             timing = StepTiming(
                 last.num_draft_reqs,
                 last.num_tokens,
-                last.drafts_next,
+                last.max_next_drafts,
                 1e3 * (now - last.start),
             )
             self.policy.observe_step(timing)

@@ -24,50 +24,79 @@ class _Observation(NamedTuple):
     num_draft_reqs: int
     num_tokens: int
     step_ms: float
-    drafted: bool
+    num_next_drafts: int
 
 
 class CostModel:
     """Predicts the milliseconds of a whole step, for any budget at once.
 
-    A step that verifies and then drafts costs draft[requests] + verify[tokens]; both
-    tables begin as they were measured and follow the steps that are observed.
+    A step that verifies and then drafts costs draft[drafts, requests] + verify[tokens];
+    both tables begin as they were measured and follow the steps that are observed.
 
     Args:
-        draft_cost_ms: [max_num_reqs + 1] float64, non-decreasing.
+        draft_cost_ms: [max_num_reqs + 1] float64, non-decreasing, of all drafts that
+            requests can have.
         verify_cost_ms: [max_batch_tokens + 1] float64, non-decreasing, > 0.
+        num_speculative_tokens: drafts that a request can have.
+        single_draft_cost_ms: as `draft_cost_ms`, of one draft for each request; None:
+            any number costs the same.
     """
 
-    def __init__(self, draft_cost_ms: np.ndarray, verify_cost_ms: np.ndarray) -> None:
-        self._measured_draft = draft_cost_ms.copy()
+    def __init__(
+        self,
+        draft_cost_ms: np.ndarray,
+        verify_cost_ms: np.ndarray,
+        num_speculative_tokens: int,
+        single_draft_cost_ms: np.ndarray | None = None,
+    ) -> None:
+        single = draft_cost_ms
+        if single_draft_cost_ms is not None:
+            single = np.minimum(single_draft_cost_ms, draft_cost_ms)
+        share = np.linspace(0.0, 1.0, num_speculative_tokens)[:, None]
+        if num_speculative_tokens == 1:
+            share += 1.0
+        # By the number of drafts, then of requests.
+        self._measured_draft = np.zeros((1 + num_speculative_tokens, len(single)))
+        self._measured_draft[1:] = single + share * (draft_cost_ms - single)
         # Nobody to draft for.
-        self._measured_draft[0] = 0.0
+        self._measured_draft[:, 0] = 0.0
         self._measured_verify = verify_cost_ms
         self._draft = self._measured_draft
         self._verify = self._measured_verify
-        self._correction = CostCorrection(
-            len(draft_cost_ms) - 1, len(verify_cost_ms) - 1
-        )
+        self._correction = CostCorrection(len(single) - 1, len(verify_cost_ms) - 1)
         # That nothing was learnt from yet, in their order.
         self._observed: list[_Observation] = []
 
     @classmethod
     def from_profile(
-        cls, profile: CostProfile, max_num_reqs: int, max_batch_tokens: int
+        cls,
+        profile: CostProfile,
+        max_num_reqs: int,
+        max_batch_tokens: int,
+        num_speculative_tokens: int,
     ) -> Self:
         """Build from measured curves."""
-        return cls(
-            *build_cost_tables_from_curves(
-                profile.draft_curve,
-                profile.verify_curve,
-                max_num_reqs,
-                max_batch_tokens,
-                profile.cudagraph_limit,
-            )
+        limit = profile.cudagraph_limit
+        draft, verify = build_cost_tables_from_curves(
+            profile.draft_curve,
+            profile.verify_curve,
+            max_num_reqs,
+            max_batch_tokens,
+            limit,
         )
+        single = None
+        if profile.single_draft_curve:
+            single = _fill_table(
+                profile.single_draft_curve, max_num_reqs, limit, _DRAFT_FLOOR_MS
+            )
+        return cls(draft, verify, num_speculative_tokens, single)
 
     def step_costs(
-        self, num_draft_reqs: int, num_non_draft_tokens: int, max_drafts: int
+        self,
+        num_draft_reqs: int,
+        num_non_draft_tokens: int,
+        max_drafts: int,
+        num_next_drafts: int,
     ) -> np.ndarray:
         """Return what a step costs that verifies 0, 1, ... drafts and then drafts.
 
@@ -75,20 +104,26 @@ class CostModel:
             num_draft_reqs: requests that are drafted for.
             num_non_draft_tokens: tokens beside the drafts.
             max_drafts: the most drafts to verify.
+            num_next_drafts: that are drafted for each request.
 
         Returns:
             [max_drafts + 1] float64, ms, non-decreasing.
         """
         end = num_non_draft_tokens + max_drafts + 1
         assert end <= len(self._verify), "more tokens than a step can have"
-        return self._verify[num_non_draft_tokens:end] + self._draft[num_draft_reqs]
+        drafting = self._draft[num_next_drafts, num_draft_reqs]
+        return self._verify[num_non_draft_tokens:end] + drafting
 
     def step_cost_without_drafting(self, num_non_draft_tokens: int) -> float:
         """Return the ms of a step that verifies nothing and does not draft."""
         return float(self._verify[num_non_draft_tokens])
 
     def observe(
-        self, num_draft_reqs: int, num_tokens: int, step_ms: float, drafted: bool
+        self,
+        num_draft_reqs: int,
+        num_tokens: int,
+        step_ms: float,
+        num_next_drafts: int,
     ) -> None:
         """Learn from a step; nothing is learnt before the step after the next.
 
@@ -98,24 +133,24 @@ class CostModel:
             num_draft_reqs: requests that were drafted for.
             num_tokens: of the step, verified drafts included.
             step_ms: of the whole step, from its start to the start of the next.
-            drafted: whether the step drafted.
+            num_next_drafts: that were drafted for each of them; 0: none.
         """
         if not step_ms > 0:
             return
         if len(self._observed) == _STEPS_PER_REFRESH:
             self._learn()
         self._observed.append(
-            _Observation(num_draft_reqs, num_tokens, step_ms, drafted)
+            _Observation(num_draft_reqs, num_tokens, step_ms, num_next_drafts)
         )
 
     def _learn(self) -> None:
         """Correct the tables by what was observed."""
         for step in self._observed:
-            num_reqs = step.num_draft_reqs if step.drafted else 0
+            num_reqs = step.num_draft_reqs if step.num_next_drafts else 0
             self._correction.observe(
                 num_reqs,
                 step.num_tokens,
-                float(self._measured_draft[num_reqs]),
+                float(self._measured_draft[step.num_next_drafts, num_reqs]),
                 float(self._measured_verify[step.num_tokens]),
                 step.step_ms,
             )
@@ -124,7 +159,9 @@ class CostModel:
 
     def _refresh(self) -> None:
         draft_factors, verify_factors = self._correction.factors()
-        self._draft = np.maximum.accumulate(self._measured_draft * draft_factors)
+        self._draft = np.maximum.accumulate(
+            self._measured_draft * draft_factors, axis=1
+        )
         self._verify = np.maximum.accumulate(self._measured_verify * verify_factors)
 
 

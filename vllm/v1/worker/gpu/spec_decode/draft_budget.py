@@ -16,12 +16,13 @@ class BudgetChoice:
 
     Args:
         draft_budget: drafts to verify, at most those that are scheduled.
-        drafts_next: whether drafts for the next step are proposed at the end of it.
+        max_next_drafts: of a request, that are proposed for the next step at the end of
+            it; 0: none are, None: as many as it may have.
         predicted_ms: how long the step will take; None: the policy has no idea.
     """
 
     draft_budget: int
-    drafts_next: bool = True
+    max_next_drafts: int | None = None
     predicted_ms: float | None = None
 
 
@@ -32,13 +33,13 @@ class StepTiming:
     Args:
         num_draft_reqs: requests that drafts were proposed for, or would have been.
         num_tokens: tokens that the target computed.
-        has_drafted: whether drafts were proposed.
+        max_next_drafts: of a request, that were proposed; 0: none were.
         step_ms: from its plan to the plan of the next step.
     """
 
     num_draft_reqs: int
     num_tokens: int
-    has_drafted: bool
+    max_next_drafts: int
     step_ms: float
 
 
@@ -83,16 +84,35 @@ class FixedBudget(BudgetPolicy):
 
     Args:
         draft_budget: their number.
+        max_next_drafts: as in its choices.
     """
 
-    def __init__(self, draft_budget: int) -> None:
+    def __init__(self, draft_budget: int, max_next_drafts: int | None = None) -> None:
         self._draft_budget = draft_budget
+        self._max_next_drafts = max_next_drafts
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
     ) -> BudgetChoice:
         """Take that number, or all if there are fewer."""
-        return BudgetChoice(min(self._draft_budget, step.num_drafts))
+        draft_budget = min(self._draft_budget, step.num_drafts)
+        return BudgetChoice(draft_budget, self._max_next_drafts)
+
+
+def list_draft_lengths(num_speculative_tokens: int, most: int) -> list[int]:
+    """Return the numbers of drafts of a request that proposals are made for.
+
+    They are few, since each is compiled, or laid out, on its own: doublings and all.
+
+    Args:
+        num_speculative_tokens: all that a request can have.
+        most: that any request of the step may have; behind the first length that is not
+            below it there is nothing to choose.
+    """
+    lengths = [1]
+    while lengths[-1] < min(most, num_speculative_tokens):
+        lengths.append(min(2 * lengths[-1], num_speculative_tokens))
+    return lengths
 
 
 def expected_gains(

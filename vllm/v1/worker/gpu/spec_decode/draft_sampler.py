@@ -54,7 +54,6 @@ class DraftSampler:
         device: torch.device,
     ) -> None:
         self._states = sampling_states
-        self._num_drafts = config.num_speculative_tokens
         # What the logits' columns stand for; None: for the target's ids.
         self._draft_vocab: DraftVocab | None = None
         # Rows whose other columns have no chance; the rest was never written to, which
@@ -102,7 +101,11 @@ class DraftSampler:
         return compute_certainty(logits, idx_mapping, self._states.temperature.gpu)
 
     def begin(
-        self, idx_mapping: torch.Tensor, anchor: torch.Tensor, is_all_greedy: bool
+        self,
+        idx_mapping: torch.Tensor,
+        anchor: torch.Tensor,
+        is_all_greedy: bool,
+        num_drafts: int,
     ) -> Draws | None:
         """Return what `sample` needs for the drafts of these rows.
 
@@ -110,6 +113,7 @@ class DraftSampler:
             idx_mapping: [num_rows] int32, row -> request row.
             anchor: [num_rows] int64, position of the last known token.
             is_all_greedy: from `prepare`; such drafts are judged by themselves alone.
+            num_drafts: of each row, at most num_speculative_tokens.
 
         Returns:
             None if nothing is drawn.
@@ -122,7 +126,7 @@ class DraftSampler:
             states.is_seeded.gpu,
             idx_mapping,
             anchor,
-            self._num_drafts,
+            num_drafts,
         )
         is_greedy = states.temperature.gpu[idx_mapping] == 0
         return Draws(idx_mapping, keys, is_greedy.to(torch.uint8))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from vllm.model_executor.models.interfaces import CausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -37,15 +38,25 @@ class ScoredDrafts:
     """Drafts of some requests of a batch, before anybody says what they are worth.
 
     Args:
-        token_ids: [num_rows, num_speculative_tokens] int64; -1 past num_drafts.
+        token_ids: [num_rows, max_drafts] int64; -1 past num_drafts.
         num_drafts: [num_rows] int32.
-        scores: [num_rows, num_speculative_tokens] float32, each known before its draft
-            is drawn.
+        scores: [num_rows, max_drafts] float32, each known before its draft is drawn.
     """
 
     token_ids: torch.Tensor
     num_drafts: torch.Tensor
     scores: torch.Tensor
+
+    def widened(self, num_speculative_tokens: int) -> "ScoredDrafts":
+        """Return them as rows of so many places."""
+        num_missing = num_speculative_tokens - self.token_ids.shape[1]
+        if num_missing == 0:
+            return self
+        return ScoredDrafts(
+            pad(self.token_ids, (0, num_missing), value=-1),
+            self.num_drafts,
+            pad(self.scores, (0, num_missing)),
+        )
 
 
 class Speculator(ABC):
@@ -53,10 +64,14 @@ class Speculator(ABC):
 
     Args:
         confidence: what the drafts' scores are worth.
+        num_speculative_tokens: the most drafts of a request.
     """
 
-    def __init__(self, confidence: ConfidenceEstimator) -> None:
+    def __init__(
+        self, confidence: ConfidenceEstimator, num_speculative_tokens: int
+    ) -> None:
         self._confidence = confidence
+        self._num_speculative_tokens = num_speculative_tokens
 
     @property
     def draft_logits(self) -> torch.Tensor | None:
@@ -137,6 +152,7 @@ class Speculator(ABC):
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
         taps: list[torch.Tensor],
+        max_drafts: int,
     ) -> Drafts | None:
         """Draft what follows the tokens that the step has sampled.
 
@@ -150,6 +166,8 @@ class Speculator(ABC):
             hidden_states: [num_tokens, hidden_size] of the target.
             taps: [num_tokens, hidden_size] each, of the layers that `load_model` asked
                 the target for; empty if it asked for none.
+            max_drafts: for each request, 1 .. num_speculative_tokens. It must not
+                depend on the confidences of drafts that are not verified yet.
 
         Returns:
             None if the host knows that no request of the batch gets a draft.
@@ -165,12 +183,13 @@ class Speculator(ABC):
             rows: [num_rows] int64, batch_idx of each, ascending; None for all.
             drafted: in the same order.
         """
+        drafted = drafted.widened(self._num_speculative_tokens)
         if rows is None or len(rows) == batch.num_reqs:
             confidence_probs = self._confidence.estimate(
                 drafted.scores, batch.idx_mapping, drafted.num_drafts
             )
             return Drafts(drafted.token_ids, drafted.num_drafts, confidence_probs)
-        shape = batch.num_reqs, drafted.token_ids.shape[1]
+        shape = batch.num_reqs, self._num_speculative_tokens
         token_ids = drafted.token_ids.new_full(shape, -1)
         num_drafts = drafted.num_drafts.new_zeros(batch.num_reqs)
         scores = drafted.scores.new_zeros(shape)

@@ -62,9 +62,9 @@ class DraftModelSpeculator(Speculator):
         confidence: ConfidenceEstimator,
         device: torch.device,
     ) -> None:
-        super().__init__(confidence)
         config = vllm_config.speculative_config
         assert config is not None, "a draft model needs a speculative_config"
+        super().__init__(confidence, config.num_speculative_tokens)
         assert config.model is not None, "a draft model needs a path"
         assert config.draft_hf_config is not None, "a draft model needs its numbers"
         self._config = config
@@ -134,6 +134,7 @@ class DraftModelSpeculator(Speculator):
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
         taps: list[torch.Tensor],
+        max_drafts: int,
     ) -> Drafts | None:
         """Draft for the requests that have sampled; fill the cache for the others."""
         hidden_states = self._run_committed(batch)
@@ -142,7 +143,9 @@ class DraftModelSpeculator(Speculator):
             return None
         rows = to_device(rows_np, self._device)
         is_all_greedy = self._sampler.prepare(batch.idx_mapping_np[rows_np])
-        drafted = self._draft(batch, rows, hidden_states[rows], is_all_greedy)
+        drafted = self._draft(
+            batch, rows, hidden_states[rows], is_all_greedy, max_drafts
+        )
         return self._complete(batch, rows, drafted)
 
     def _run_committed(self, batch: InputBatch) -> torch.Tensor:
@@ -176,21 +179,21 @@ class DraftModelSpeculator(Speculator):
         rows: torch.Tensor,
         hidden_states: torch.Tensor,
         is_all_greedy: bool,
+        max_drafts: int,
     ) -> ScoredDrafts:
         """Return the drafts of these requests of the batch."""
         idx_mapping = batch.idx_mapping[rows]
         anchor = self._req_states.total_len.gpu[idx_mapping].long() - 1
-        num_drafts = self._config.num_speculative_tokens
         # A step commits at most its scheduled tokens' worth and one more.
-        max_seq_len = batch.max_seq_len + 1 + num_drafts
+        max_seq_len = batch.max_seq_len + 1 + max_drafts
         blocks = self._block_table.gather(idx_mapping, max_seq_len)
         query_start_loc = torch.arange(
             len(rows) + 1, dtype=torch.int32, device=self._device
         )
-        draws = self._sampler.begin(idx_mapping, anchor, is_all_greedy)
+        draws = self._sampler.begin(idx_mapping, anchor, is_all_greedy, max_drafts)
         drafts: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
-        for step in range(num_drafts):
+        for step in range(max_drafts):
             if step > 0:
                 inputs = gather_draft_inputs(
                     drafts[-1],
@@ -206,8 +209,8 @@ class DraftModelSpeculator(Speculator):
             scores.append(self._sampler.score(logits, idx_mapping))
             drafts.append(self._sampler.sample(logits, step, draws))
         # A draft is read from the token before it, which must have a place.
-        num_read = (self._config.max_model_len - anchor).clamp(0, num_drafts)
-        steps = torch.arange(num_drafts, device=self._device)
+        num_read = (self._config.max_model_len - anchor).clamp(0, max_drafts)
+        steps = torch.arange(max_drafts, device=self._device)
         token_ids = torch.stack(drafts, dim=1)
         token_ids.masked_fill_(steps >= num_read.unsqueeze(1), -1)
         return ScoredDrafts(

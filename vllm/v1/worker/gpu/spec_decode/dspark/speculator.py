@@ -65,25 +65,28 @@ class DSparkSpeculator(Speculator):
         confidence: ConfidenceEstimator,
         device: torch.device,
     ) -> None:
-        super().__init__(confidence)
         config = vllm_config.speculative_config
         assert config is not None, "a drafter needs a speculative_config"
+        super().__init__(confidence, config.num_speculative_tokens)
         assert config.model is not None, "a drafter needs a path"
         assert config.dspark_config is not None, "a drafter needs its numbers"
         self._path = config.model
         self._target_config = vllm_config.model_config
-        self._num_drafts = config.num_speculative_tokens
         self._max_len = config.max_model_len
         self._dspark_config = dspark = config.dspark_config
-        self._block_shape = BlockShape(
-            num_slots=dspark.block_size,
-            # A draft is read from the slot before it, or from its own.
-            num_silent=dspark.block_size - dspark.num_draft_tokens,
-            max_drafts=self._num_drafts,
-            mask_token_id=dspark.mask_token_id,
-            block_size=block_table.block_size,
-            max_len=self._max_len,
-        )
+        # By the number of drafts that they are run for.
+        self._block_shapes = {
+            max_drafts: BlockShape(
+                num_slots=dspark.shortened(max_drafts).block_size,
+                # A draft is read from the slot before it, or from its own.
+                num_silent=dspark.num_silent_slots,
+                max_drafts=max_drafts,
+                mask_token_id=dspark.mask_token_id,
+                block_size=block_table.block_size,
+                max_len=self._max_len,
+            )
+            for max_drafts in range(1, config.num_speculative_tokens + 1)
+        }
         self._req_states = req_states
         self._block_table = block_table
         self._device = device
@@ -93,7 +96,7 @@ class DSparkSpeculator(Speculator):
         vocab_size = vllm_config.model_config.vocab_size
         # Bounds the logits that exist at once.
         self._max_chunk_reqs = max(
-            get_max_chunk_logits(vocab_size) // self._num_drafts, 1
+            get_max_chunk_logits(vocab_size) // config.num_speculative_tokens, 1
         )
         self._sampler = DraftSampler(
             config,
@@ -145,6 +148,7 @@ class DSparkSpeculator(Speculator):
             hidden = self._model(places, places)
         anchors = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         rows = torch.arange(num_reqs, dtype=torch.int32, device=device)
+        hidden = hidden[:, : self._num_speculative_tokens]
         self._draw_in_parts(hidden, anchors, rows, anchors, is_all_greedy=False)
 
     def propose(
@@ -153,6 +157,7 @@ class DSparkSpeculator(Speculator):
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
         taps: list[torch.Tensor],
+        max_drafts: int,
     ) -> Drafts | None:
         """Draft for the requests that have sampled; write the context of all."""
         # Before any block is run: a request may share cache blocks with another one
@@ -168,7 +173,7 @@ class DSparkSpeculator(Speculator):
             rows = to_device(rows_np, self._device)
             idx_mapping_np, idx_mapping = idx_mapping_np[rows_np], idx_mapping[rows]
         is_all_greedy = self._sampler.prepare(idx_mapping_np)
-        drafted = self._draft(batch.max_seq_len, idx_mapping, is_all_greedy)
+        drafted = self._draft(batch.max_seq_len, idx_mapping, is_all_greedy, max_drafts)
         return self._complete(batch, rows, drafted)
 
     def write_context(self, batch: InputBatch, taps: list[torch.Tensor]) -> None:
@@ -200,14 +205,19 @@ class DSparkSpeculator(Speculator):
         self._queue.add(ContextPiece(taps, batch.positions, slot_mapping))
 
     def _draft(
-        self, max_seq_len: int, idx_mapping: torch.Tensor, is_all_greedy: bool
+        self,
+        max_seq_len: int,
+        idx_mapping: torch.Tensor,
+        is_all_greedy: bool,
+        max_drafts: int,
     ) -> ScoredDrafts:
         """Return the drafts of these request rows, [R] int32.
 
         Args:
             max_seq_len: no context of them is longer.
         """
-        states, table, shape = self._req_states, self._block_table, self._block_shape
+        states, table = self._req_states, self._block_table
+        shape = self._block_shapes[max_drafts]
         max_seq_len = min(max_seq_len + shape.num_slots, self._max_len)
         inputs = lay_out_blocks(
             states.all_token_ids.gpu,
@@ -229,29 +239,37 @@ class DSparkSpeculator(Speculator):
             is_causal=False,
         )
         with set_forward_context(ForwardContext(metadata, self._kv_caches)):
-            drafts, scores = self._run_blocks(inputs, idx_mapping, is_all_greedy)
+            drafts, scores = self._run_blocks(
+                inputs, idx_mapping, is_all_greedy, max_drafts
+            )
         return ScoredDrafts(drafts, inputs.num_drafts, scores)
 
     def _run_blocks(
-        self, inputs: BlockInputs, idx_mapping: torch.Tensor, is_all_greedy: bool
+        self,
+        inputs: BlockInputs,
+        idx_mapping: torch.Tensor,
+        is_all_greedy: bool,
+        max_drafts: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return drafts and scores, as `_draw` does; -1 past num_drafts."""
-        draws = self._sampler.begin(idx_mapping, inputs.anchors, is_all_greedy)
+        draws = self._sampler.begin(
+            idx_mapping, inputs.anchors, is_all_greedy, max_drafts
+        )
         drafted = self._model.maybe_draft(
             inputs.input_ids,
             inputs.positions,
             inputs.num_drafts,
-            self._num_drafts,
+            max_drafts,
             self._max_chunk_reqs,
             self._sampler.for_block(draws),
         )
         if drafted is not None:
             return drafted
-        hidden = self._model(inputs.input_ids, inputs.positions)
+        hidden = self._model(inputs.input_ids, inputs.positions)[:, :max_drafts]
         drafts, scores = self._draw_in_parts(
             hidden, inputs.anchor_ids, idx_mapping, inputs.anchors, is_all_greedy
         )
-        steps = torch.arange(self._num_drafts, device=self._device)
+        steps = torch.arange(max_drafts, device=self._device)
         drafts.masked_fill_(steps >= inputs.num_drafts.unsqueeze(1), -1)
         return drafts, scores
 
@@ -266,12 +284,12 @@ class DSparkSpeculator(Speculator):
         """Do as `_draw`, for as many requests at a time as there is room for.
 
         Args:
-            hidden: [R, num_draft_tokens, hidden_size]; the others as in `_draw`.
+            hidden: [R, max_drafts, hidden_size]; the others as in `_draw`.
         """
         parts = [
             self._draw(*part, is_all_greedy)
             for part in zip(
-                hidden[:, : self._num_drafts].split(self._max_chunk_reqs),
+                hidden.split(self._max_chunk_reqs),
                 anchor_ids.split(self._max_chunk_reqs),
                 idx_mapping.split(self._max_chunk_reqs),
                 anchor.split(self._max_chunk_reqs),
@@ -292,13 +310,13 @@ class DSparkSpeculator(Speculator):
         """Draw the drafts from left to right, each knowing the one before.
 
         Args:
-            hidden: [R, num_speculative_tokens, hidden_size].
+            hidden: [R, max_drafts, hidden_size].
             anchor_ids: [R] int64.
             idx_mapping: [R] int32.
             anchor: [R] int64.
 
         Returns:
-            Drafts [R, num_speculative_tokens] int64, and their scores float32: the
+            Drafts [R, max_drafts] int64, and their scores float32: the
             logits of their acceptance, or without such a head the certainty.
         """
         model = self._model
@@ -306,7 +324,7 @@ class DSparkSpeculator(Speculator):
         # One product for all drafts, a draft's rows side by side.
         base = model.compute_base_logits(hidden.transpose(0, 1).flatten(0, 1))
         base = base.view(num_drafts, num_rows, -1)
-        draws = self._sampler.begin(idx_mapping, anchor, is_all_greedy)
+        draws = self._sampler.begin(idx_mapping, anchor, is_all_greedy, num_drafts)
         if draws is None and model.can_walk:
             drafts, walked = model.walk(base, anchor_ids)
             scores = model.compute_confidence(hidden, walked)

@@ -32,7 +32,7 @@ class NgramSpeculator(Speculator):
         req_states: RequestState,
         confidence: ConfidenceEstimator,
     ) -> None:
-        super().__init__(confidence)
+        super().__init__(confidence, config.num_speculative_tokens)
         self._config = config
         self._req_states = req_states
 
@@ -42,18 +42,18 @@ class NgramSpeculator(Speculator):
         sampler_output: SamplerOutput,
         hidden_states: torch.Tensor,
         taps: list[torch.Tensor],
+        max_drafts: int,
     ) -> Drafts | None:
         """Look up the suffixes of the requests that have sampled."""
         config, states = self._config, self._req_states
         rows_np = find_drafting_rows(batch, states)
         if not len(rows_np):
             return None
-        num_speculative_tokens = config.num_speculative_tokens
         token_ids = states.all_token_ids.gpu
         device = token_ids.device
         # Every row may have sampled its drafts and one more.
         max_len = min(
-            batch.max_seq_len + 1 + num_speculative_tokens, token_ids.shape[1]
+            batch.max_seq_len + 1 + config.num_speculative_tokens, token_ids.shape[1]
         )
         rows = to_device(rows_np, device)
         found, num_found, match_len = propose_ngram(
@@ -63,7 +63,7 @@ class NgramSpeculator(Speculator):
             max_len,
             config.prompt_lookup_min,
             config.prompt_lookup_max,
-            num_speculative_tokens,
+            max_drafts,
         )
         scores = match_len.float().log2().unsqueeze(1).expand(found.shape)
         return self._complete(batch, rows, ScoredDrafts(found, num_found, scores))
