@@ -310,7 +310,7 @@ class FusedBlockDrafter:
         """
         num_tokens, num_reqs = len(positions), seq_lens.shape[0]
         num_slots, num_left = divmod(num_tokens, max(num_reqs, 1))
-        if num_left or positions.dim() != 1:
+        if num_left or (num_tokens and not num_reqs) or positions.dim() != 1:
             raise ValueError(f"{tuple(positions.shape)} positions of {num_reqs} blocks")
         max_steps = self._max_drafts
         if num_reqs:

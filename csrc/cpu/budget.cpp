@@ -36,18 +36,31 @@ VLLM_API int64_t vllm_read_rounds(const float* rounds, const int64_t* round_tena
                                   int64_t max_drafts, const int64_t* slots,
                                   int64_t num_rounds, const int32_t* idx_mapping,
                                   int64_t num_reqs, double* out) {
-  for (int64_t round = 0; round < num_rounds; ++round) {
+  for (int64_t round = 0; round < num_rounds; ++round)
     if (slots[round] < 0 || slots[round] >= num_slots) return 1;
-    for (int64_t req = 0; req < num_reqs; ++req) {
-      const int64_t row = idx_mapping[req];
-      if (row < 0 || row >= max_num_reqs) return 1;
-      const int64_t place = slots[round] * max_num_reqs + row;
-      const bool is_own = round_tenants[place] == tenants[row];
-      for (int64_t step = 0; step < max_drafts; ++step) {
+  const double unknown = std::numeric_limits<double>::quiet_NaN();
+  for (int64_t req = 0; req < num_reqs; ++req) {
+    const int64_t row = idx_mapping[req];
+    if (row < 0 || row >= max_num_reqs) return 1;
+    for (int64_t step = 0; step < max_drafts; ++step) {
+      const int64_t stride = num_reqs * max_drafts;
+      double* values = out + req * max_drafts + step;
+      double sum = 0.0;
+      int64_t num_known = 0;
+      for (int64_t round = 0; round < num_rounds; ++round) {
+        const int64_t place = slots[round] * max_num_reqs + row;
+        const bool is_own = round_tenants[place] == tenants[row];
         const float value = rounds[place * max_drafts + step];
         const bool is_known = is_own && !std::isnan(value);
-        *out++ = is_known ? static_cast<double>(std::clamp(value, 0.0f, 1.0f)) : typical[step];
+        values[round * stride] =
+            is_known ? static_cast<double>(std::clamp(value, 0.0f, 1.0f)) : unknown;
+        if (!is_known) continue;
+        sum += values[round * stride];
+        ++num_known;
       }
+      const double mean = num_known > 0 ? sum / static_cast<double>(num_known) : typical[step];
+      for (int64_t round = 0; round < num_rounds; ++round)
+        if (std::isnan(values[round * stride])) values[round * stride] = mean;
     }
   }
   return 0;

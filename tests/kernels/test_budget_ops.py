@@ -111,7 +111,7 @@ def test_gains_equal_the_twins(ops, num_rounds, num_drafts):
 
 @native_ops
 def test_costs_are_corrected_as_by_the_twin(ops):
-    prior = torch.from_numpy(_make_prior(2, 5))
+    prior = torch.from_numpy(_make_prior(1, 5))
     states = [
         (correct, torch.zeros(7, dtype=torch.float64), prior.clone())
         for correct in (ops.correct_costs, _correct_costs_numpy)

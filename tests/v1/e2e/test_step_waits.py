@@ -148,8 +148,8 @@ def run(
         while engine.engine.has_unfinished_requests():
             recorder.steps.append(Record())
             engine.engine.step()
-            step, (num_scheduled, _, drafts_next) = recorder.step, watched.choices[-1]
-            if num_scheduled > 2 and drafts_next:
+            step, (num_scheduled, _, next_length) = recorder.step, watched.choices[-1]
+            if num_scheduled > 2 and next_length:
                 kept.add((step.num_waits, step.num_copies, step.num_early_reads))
     engine.shutdown()
     assert watched.regimes == {"some"} or not isinstance(policy, FixedBudget)

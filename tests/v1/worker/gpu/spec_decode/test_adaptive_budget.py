@@ -56,7 +56,7 @@ class Steps:
             drafts = Drafts(
                 torch.zeros(shape, dtype=torch.int64),
                 torch.full((self.num_reqs,), self.num_drafts, dtype=torch.int32),
-                torch.full(shape, self.confidence),
+                torch.as_tensor(self.confidence).expand(shape).contiguous(),
             )
             self.history.record(rows, torch.from_numpy(rows), drafts)
         return choice
@@ -224,15 +224,90 @@ def test_proposals_have_as_many_drafts_as_pay():
     assert lengths == [{3}, {1, 3}]
 
 
-def test_a_long_proposal_comes_after_sixteen_choices_of_short_ones():
-    # A choice stands for one step.
-    steps = Steps(32, 0.6, **FREE | {"next_draft_ms": 0.5})
-    choices = steps.run(100)
-    long = [i for i, choice in enumerate(choices) if choice.max_next_drafts == 3]
-    assert long[0] == 0
-    assert {b - a for a, b in zip(long, long[1:], strict=False)} == {17}
-    # All of its drafts are there to be verified in the step behind it.
-    assert choices[long[1] + 1].draft_budget == 32 * 3
+def test_a_long_proposal_comes_when_a_hundredth_of_the_time_pays_for_it():
+    gaps = []
+    # Two drafts more for each cost 6.4 ms, which 64 steps of 10 ms pay for.
+    for num_reqs, next_draft_ms in [(32, 0.1), (4, 0.8)]:
+        steps = Steps(num_reqs, 0.4, **FREE | {"next_draft_ms": next_draft_ms})
+        choices = steps.run(300)
+        long = [i for i, choice in enumerate(choices) if choice.max_next_drafts == 3]
+        assert long[0] == 0
+        gaps.append({b - a for a, b in itertools.pairwise(long[1:])})
+        # All of its drafts are there to be verified in the step behind it.
+        assert choices[long[1] + 1].draft_budget == num_reqs * 3
+    assert gaps == [{66}, {66}]
+
+
+def test_long_proposals_that_begin_to_pay_are_found_within_a_look():
+    costs = {"fixed_ms": 20.0, "token_ms": 1.0, "draft_req_ms": 0.8}
+    steps = Steps(2, 0.3, **costs, next_draft_ms=0.8)
+    steps.confidence = torch.tensor([0.7, 0.2, 0.2])
+    choices = steps.run(600)
+    # But for looks.
+    assert [choice.max_next_drafts for choice in choices[-100:]].count(3) < 10
+    steps.confidence = 0.95
+    choices = steps.run(60)
+    assert all(choice.max_next_drafts == 3 for choice in choices[-10:])
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "next_draft_ms"), [(64, 1.0), (24, 1.0), (2, 3.0)]
+)
+def test_looks_at_long_proposals_cost_next_to_nothing(num_reqs, next_draft_ms):
+    costs = {"fixed_ms": 20.0, "token_ms": 0.3, "draft_req_ms": 0.1}
+    steps = Steps(num_reqs, 0.5, **costs, next_draft_ms=next_draft_ms)
+    steps.confidence = torch.tensor([0.75, 0.1, 0.1])
+    steps.run(200)
+    lengths = [choice.max_next_drafts for choice in steps.run(1000)]
+    assert lengths.count(1) > 900
+    extra_ms = lengths.count(3) * 2 * next_draft_ms * num_reqs
+    assert extra_ms < 0.011 * 1000 * (20 + 0.3 * 2 * num_reqs + 0.1 * num_reqs)
+    assert 3 in lengths
+
+
+def test_batches_of_short_answers_put_off_no_look():
+    steps = Steps(2, 0.5, **FREE | {"next_draft_ms": 1.0})
+    lengths = []
+    for _ in range(100):
+        lengths += [choice.max_next_drafts for choice in steps.run(10)]
+        assert steps.run(1, caps=[1, 1])[0].max_next_drafts in (0, 1)
+    assert lengths.count(3) > 10
+
+
+def test_a_try_is_a_long_proposal():
+    # So dear that beliefs about later drafts say: one.
+    steps = Steps(2, 0.3, **DEAR)
+    choices = steps.run(70)
+    assert choices[-1].max_next_drafts == 0
+    tries = [
+        choice.max_next_drafts for choice in steps.run(300) if choice.max_next_drafts
+    ]
+    assert tries
+    assert set(tries) == {NUM_DRAFTS}
+
+
+def test_lengths_are_those_that_every_start_has_run():
+    device = torch.device("cpu")
+    for cap, lengths in [(3, {1, 2, 4}), (5, {1, 2, 4, 7}), (7, {1, 2, 4, 7})]:
+        policy = AdaptiveBudget(LinearCosts(20.0, 1.0, 0.5, 2.0))
+        history = ConfidenceHistory(1, 7, device)
+        rows, seen = np.zeros(1, dtype=np.int32), set()
+        for num_steps in range(400):
+            history.begin_step()
+            num_drafts = np.zeros(1, dtype=np.int32)
+            step = ScheduledStep(rows, 1 + num_drafts, num_drafts, np.ones(1, bool), 1)
+            caps = np.array([cap], dtype=np.int32)
+            length = policy.choose(step, caps, history).max_next_drafts
+            seen.add(length)
+            if length:
+                drafts = Drafts(
+                    torch.zeros((1, 7), dtype=torch.int64),
+                    torch.tensor([length], dtype=torch.int32),
+                    torch.full((1, 7), 0.3 if num_steps % 100 < 50 else 0.95),
+                )
+                history.record(rows, torch.from_numpy(rows), drafts)
+        assert seen - {0} <= lengths
+        assert max(lengths) in seen
 
 
 def test_a_proposal_is_no_longer_than_requests_allow():

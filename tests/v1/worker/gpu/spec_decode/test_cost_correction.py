@@ -149,7 +149,7 @@ def test_sizes_that_never_ran_follow_those_that_did():
     correction = CostCorrection(MAX_REQS, MAX_TOKENS)
     for _ in range(100):
         correction.observe(4, 16, 4.0, 52.0, 2 * 56.0)
-    draft, verify = correction.factors()
+    _, draft, verify = correction.factors()
     assert verify[16] == pytest.approx(2.0, rel=0.02)
     assert 1.4 < verify[1] < 2.0
     assert 1.4 < verify[256] < 2.0
@@ -168,7 +168,7 @@ def test_a_size_that_is_not_known_is_believed_to_be_quicker_than_it_seems():
     correction = CostCorrection(MAX_REQS, MAX_TOKENS)
     for _ in range(50):
         correction.observe(0, 16, 0.0, 52.0, 52.0)
-    _, verify = correction.factors()
+    _, _, verify = correction.factors()
     assert verify[256] < 0.95 < verify[16]
 
 
@@ -177,6 +177,6 @@ def test_the_smallest_engines_are_corrected_too(sizes):
     correction = CostCorrection(*sizes)
     for _ in range(50):
         correction.observe(1, 1, 1.0, 9.0, 20.0)
-    draft, verify = correction.factors()
+    _, draft, verify = correction.factors()
     assert (len(draft), len(verify)) == (sizes[0] + 1, sizes[1] + 1)
     assert verify[1] == pytest.approx(2.0, rel=0.1)

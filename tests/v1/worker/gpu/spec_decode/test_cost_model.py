@@ -117,7 +117,7 @@ def test_drafting_costs_by_the_draft_between_one_and_all():
     assert only == 12.0
 
 
-def test_what_short_proposals_take_is_learnt_about_long_ones_too():
+def test_what_short_proposals_take_says_little_about_long_ones():
     profile = CostProfile(
         ((1, 4.0),), ((1, 10.0), (4, 10.0)), single_draft_curve=((1, 2.0),)
     )
@@ -125,9 +125,32 @@ def test_what_short_proposals_take_is_learnt_about_long_ones_too():
     for _ in range(200):
         model.observe(1, 1, 10.0, 0)
         model.observe(1, 1, 14.0, 1)
-    # Two milliseconds were four: of all drafts four are eight.
+    # Two milliseconds were four. What all drafts take is between four and eight, and to
+    # be found out.
     assert model.step_costs(1, 1, 0, 1)[0] == pytest.approx(14.0, rel=0.03)
+    assert 14.0 < model.step_costs(1, 1, 0, 3)[0] < 15.0
+    for _ in range(40):
+        model.observe(1, 1, 18.0, 3)
     assert model.step_costs(1, 1, 0, 3)[0] == pytest.approx(18.0, rel=0.05)
+    assert model.step_costs(1, 1, 0, 1)[0] == pytest.approx(14.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("believed", "true"), [(1.0, 6.0), (6.0, 1.0)])
+def test_a_curve_of_one_draft_that_is_wrong_is_corrected(believed, true):
+    sizes = ((1, 1.0), (8, 8.0))
+    profile = CostProfile(
+        tuple((size, 6.0 * ms) for size, ms in sizes),
+        ((1, 21.0), (64, 84.0)),
+        single_draft_curve=tuple((size, believed * ms) for size, ms in sizes),
+    )
+    model = CostModel.from_profile(profile, 8, 64, 7)
+    for _ in range(100):
+        model.observe(8, 16, 36.0 + 8 * true, 1)
+        model.observe(8, 16, 36.0, 0)
+        model.observe(8, 8, 28.0, 0)
+    costs = [model.step_costs(8, 8, 0, length)[0] for length in (1, 7)]
+    assert costs[0] == pytest.approx(28.0 + 8 * true, rel=0.05)
+    assert costs[1] == pytest.approx(28.0 + 48.0, rel=0.1)
 
 
 def test_a_file_gives_the_model_of_its_profile(tmp_path):

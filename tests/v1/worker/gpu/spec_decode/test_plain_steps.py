@@ -7,7 +7,7 @@ def run(probe: PlainStepProbe, speedup: float, num_steps: int) -> list[int]:
     """Return which of these steps were plain ones."""
     plain = []
     for step in range(num_steps):
-        if probe.is_due(speedup):
+        if probe.take_turn(speedup):
             plain.append(step)
         else:
             probe.go_on()
@@ -23,7 +23,7 @@ def test_plain_steps_become_ever_rarer():
 def test_where_drafts_win_much_no_step_is_plain():
     probe = PlainStepProbe()
     assert run(probe, 1.3, 500) == []
-    assert probe.is_due(1.2)
+    assert probe.take_turn(1.2)
 
 
 def test_a_plain_step_that_was_made_anyway_counts():

@@ -16,14 +16,12 @@ from vllm.v1.worker.gpu.spec_decode.draft_budget import (
     list_draft_lengths,
 )
 from vllm.v1.worker.gpu.spec_decode.drafting_switch import DraftingSwitch
+from vllm.v1.worker.gpu.spec_decode.long_look import LongLook
 from vllm.v1.worker.gpu.spec_decode.plain_steps import PlainStepProbe
 
 # Drafts that a try verifies, of however many requests: enough to learn from, and no
 # burden for a large batch.
 _NUM_TRIED_DRAFTS = 8
-# Choices of short proposals in a row before one as long as can be: what is typical of
-# later drafts is known from those alone.
-_MAX_SHORT = 16
 
 
 class StepCosts(Protocol):
@@ -36,13 +34,13 @@ class StepCosts(Protocol):
         max_drafts: int,
         num_next_drafts: int,
     ) -> np.ndarray:
-        """Return the cost of the whole step if drafting follows.
+        """Return the cost of the whole step with what is drafted behind it.
 
         Args:
             num_draft_reqs: requests that drafts are then proposed for.
             num_non_draft_tokens: tokens that the target computes anyway.
             max_drafts: the largest number of drafts beside them.
-            num_next_drafts: that are proposed for each request.
+            num_next_drafts: that are proposed for each request; 0: none are.
 
         Returns:
             [max_drafts + 1] float64, by the number of drafts that are verified.
@@ -83,8 +81,10 @@ class AdaptiveBudget(BudgetPolicy):
         # nothing about eight.
         self._switches: dict[int, DraftingSwitch] = {}
         self._probes: dict[int, PlainStepProbe] = defaultdict(PlainStepProbe)
+        self._looks: dict[int, LongLook] = defaultdict(LongLook)
         # Of the last step in which anything could be drafted, and how many sampled.
         self._switch, self._probe = DraftingSwitch(), PlainStepProbe()
+        self._look = LongLook()
         self._num_reqs = 0
         # The last step was one of a pause that was not weighed.
         self._is_passed_over = False
@@ -92,9 +92,6 @@ class AdaptiveBudget(BudgetPolicy):
         self._choice = BudgetChoice(0)
         self._size = (0, 0, 0)
         self._num_standing = 0
-        # Choices since the last one of as many drafts as can be. It is one.
-        self._num_short = _MAX_SHORT
-        self._is_looking_far = False
 
     def choose(
         self, step: ScheduledStep, max_drafts_np: np.ndarray, history: ConfidenceHistory
@@ -106,6 +103,7 @@ class AdaptiveBudget(BudgetPolicy):
             self._num_standing -= 1
             self._switch.go_on()
             self._probe.go_on()
+            self._look.save(self._choice.predicted_ms or 0.0)
             return self._choice
         self._num_standing = 0
         is_same = step.num_drafts == 0 and num_reqs == self._num_reqs
@@ -117,12 +115,12 @@ class AdaptiveBudget(BudgetPolicy):
             return BudgetChoice(0, max_next_drafts=0, predicted_ms=tokens_ms)
         past = history.get_past_confidences(step.idx_mapping_np)
         is_testing = self._switch.is_testing
-        length, drafts_next = self._decide_drafting(
+        best_length, next_length = self._choose_lengths(
             past, max_drafts_np * step.is_sampling_np, num_reqs
         )
         gains = expected_gains(past, step.num_drafts_np)
         costs_ms = self._costs.step_costs(
-            num_reqs, step.num_non_draft_tokens, step.num_drafts, length
+            num_reqs, step.num_non_draft_tokens, step.num_drafts, best_length
         )
         draft_budget = choose_draft_budget(num_reqs, gains, costs_ms)
         if is_testing:
@@ -130,15 +128,16 @@ class AdaptiveBudget(BudgetPolicy):
             # to be wrong.
             draft_budget = max(draft_budget, min(_NUM_TRIED_DRAFTS, step.num_drafts))
         predicted_ms = float(costs_ms[draft_budget])
-        if not drafts_next:
+        if next_length == 0:
             num_tokens = step.num_non_draft_tokens + draft_budget
             predicted_ms = self._costs.step_cost_without_drafting(num_tokens)
-            return BudgetChoice(draft_budget, 0, predicted_ms)
-        choice = BudgetChoice(draft_budget, length, predicted_ms)
-        if not is_testing and not self._is_looking_far:
-            self._choice, self._size = choice, size
-            num_standing = min(len(past) - 1, self._switch.num_harmless_steps)
-            self._num_standing = max(int(num_standing), 0)
+        choice = BudgetChoice(draft_budget, next_length, predicted_ms)
+        if next_length == best_length > 0:
+            self._look.save(predicted_ms)
+            if not is_testing:
+                self._choice, self._size = choice, size
+                num_standing = min(len(past) - 1, self._switch.num_harmless_steps)
+                self._num_standing = max(int(num_standing), 0)
         return choice
 
     def observe_step(self, timing: StepTiming) -> None:
@@ -152,9 +151,9 @@ class AdaptiveBudget(BudgetPolicy):
             timing.max_next_drafts,
         )
 
-    def _decide_drafting(
+    def _choose_lengths(
         self, past: np.ndarray, allowed_np: np.ndarray, num_reqs: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int, int]:
         """Say how many drafts the requests that sample now are to have next.
 
         Args:
@@ -163,41 +162,42 @@ class AdaptiveBudget(BudgetPolicy):
             num_reqs: how many sample.
 
         Returns:
-            Drafts of a request at which drafting does best, and whether any are to be
-            proposed.
+            Drafts of a request at which drafting does best; and those to propose: as
+            many, none, or more of them to learn from.
         """
         most = max(allowed_np.tolist(), default=0)
-        self._is_looking_far = False
         if most == 0:
-            return 0, False
-        best_length, best = most, 0.0
+            return 0, 0
+        best_length, best, drafting_ms = 0, 0.0, {}
         for length in list_draft_lengths(past.shape[2], most):
             gains = expected_gains(past, np.minimum(allowed_np, np.int32(length)))
             costs_ms = self._costs.step_costs(
                 num_reqs, num_reqs, len(gains) - 1, length
             )
+            drafting_ms[length] = float(costs_ms[0])
             speed = ((num_reqs + gains) / costs_ms).max()
             # More drafts for the same: more to choose from.
             if speed >= best:
                 best_length, best = length, speed
         alone = num_reqs / self._costs.step_cost_without_drafting(num_reqs)
-        self._switch = self._find_switch(num_reqs)
-        self._probe = self._probes[num_reqs.bit_length()]
-        self._num_reqs = num_reqs
+        self._enter(num_reqs)
         speedup = float(best / alone)
         if not self._switch.decide(speedup):
             self._probe.restart()
-            return best_length, False
-        if self._probe.is_due(speedup):
-            return best_length, False
+            return best_length, 0
+        longest = length
+        if self._switch.is_testing:
+            return best_length, longest
+        if self._probe.take_turn(speedup):
+            return best_length, 0
         self._probe.go_on()
-        self._num_short = self._num_short + 1 if best_length < most else 0
-        if self._num_short > _MAX_SHORT:
-            self._num_short, self._is_looking_far = 0, True
-            best_length = most
-        return best_length, True
+        price_ms = drafting_ms[longest] - drafting_ms[best_length]
+        if best_length < longest and self._look.take_turn(price_ms):
+            return best_length, longest
+        return best_length, best_length
 
-    def _find_switch(self, num_reqs: int) -> DraftingSwitch:
+    def _enter(self, num_reqs: int) -> None:
+        """Take up what is remembered of batches of this size."""
         size = num_reqs.bit_length()
         if size not in self._switches:
             # A batch that fills up, request by request, must not lose at each size what
@@ -205,4 +205,5 @@ class AdaptiveBudget(BudgetPolicy):
             is_growing = num_reqs > self._num_reqs
             switch = self._switch.make_for_larger_batch()
             self._switches[size] = switch if is_growing else DraftingSwitch()
-        return self._switches[size]
+        self._switch, self._num_reqs = self._switches[size], num_reqs
+        self._probe, self._look = self._probes[size], self._looks[size]

@@ -144,7 +144,8 @@ class ConfidenceHistory:
 
         Several rounds stand for what the next one may be like: one proposal says little
         about the request's next, but a mean over proposals would hide how much they
-        differ. What is not known of a request is what is typical.
+        differ. What a round does not know of a request is what the others do, or else
+        what is typical.
 
         Args:
             idx_mapping_np: [num_reqs] int32.
@@ -240,7 +241,7 @@ def _read_rounds_numpy(
         rounds: [num_slots, max_num_reqs, num_speculative_tokens] float32.
         round_tenants: [num_slots, max_num_reqs] int64, whose the rows were.
         tenants: [max_num_reqs] int64, whose they are.
-        typical: [num_speculative_tokens] float64, for what is not known.
+        typical: [num_speculative_tokens] float64, for what no round knows.
         slots: of the rounds.
         idx_mapping_np: [num_reqs] int32, the rows.
 
@@ -251,7 +252,10 @@ def _read_rounds_numpy(
     values = rounds.numpy()[places].clip(0.0, 1.0)
     is_own = round_tenants.numpy()[places] == tenants.numpy()[idx_mapping_np]
     is_known = is_own[:, :, None] & ~np.isnan(values)
-    return np.where(is_known, values, typical.numpy())
+    num_known = is_known.sum(axis=0)
+    sums = np.where(is_known, values, 0.0).astype(np.float64).sum(axis=0)
+    means = np.where(num_known > 0, sums / np.maximum(num_known, 1), typical.numpy())
+    return np.where(is_known, values, means)
 
 
 def _count_round_numpy(

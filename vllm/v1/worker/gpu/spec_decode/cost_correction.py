@@ -13,6 +13,8 @@ from vllm import _custom_ops as ops
 _SHARED_SPREAD = 0.7
 _TREND_SPREAD = 0.12
 _LOCAL_SPREAD = 0.1
+# Of drafting one token beside drafting all: a small difference of measured times.
+_SINGLE_SPREAD = 0.5
 # Doublings of the size over which neighbours stay alike.
 _NEIGHBOURHOOD = 1.5
 # Share of what is known that a step makes obsolete: with a noise of 5% the shared part
@@ -32,7 +34,7 @@ _OUTLIER_DEVIATIONS = 2.0
 
 
 class CostCorrection:
-    """Factors on two cost curves, piecewise linear in log2 of the size.
+    """Factors on three cost curves, piecewise linear in log2 of the size.
 
     A Kalman filter over the factors' logarithms at the powers of two. Sizes that do
     not run inherit from those that do, all the more from their neighbours. One slow
@@ -46,9 +48,10 @@ class CostCorrection:
     def __init__(self, max_num_reqs: int, max_batch_tokens: int) -> None:
         self._draft_basis = _make_basis(max_num_reqs)
         self._verify_basis = _make_basis(max_batch_tokens)
-        self._num_draft_knots = self._draft_basis.shape[1]
-        prior = _make_prior(self._num_draft_knots, self._verify_basis.shape[1])
-        # Draft knots, then verify knots; of what is changed, two views of one memory.
+        self._num_draft_knots = 2 * self._draft_basis.shape[1]
+        prior = _make_prior(self._draft_basis.shape[1], self._verify_basis.shape[1])
+        # Knots of one draft, of all drafts, then of verification; of what is changed,
+        # two views of one memory.
         self._covariance_np = prior.copy()
         self._log_factors_np = np.zeros(len(prior))
         self._prior, self._covariance, self._log_factors = map(
@@ -63,6 +66,7 @@ class CostCorrection:
         draft_ms: float,
         verify_ms: float,
         step_ms: float,
+        length_share: float = 1.0,
     ) -> None:
         """Learn from one step.
 
@@ -72,7 +76,10 @@ class CostCorrection:
             draft_ms: what the curve says of drafting; 0 if the step did not.
             verify_ms: what the curve says of the rest, > 0.
             step_ms: measured, > 0.
+            length_share: where what was drafted stands between one draft of a request,
+                0, and all of them, 1.
         """
+        draft_weights = self._draft_basis[num_draft_reqs]
         native = ops.maybe_budget_ops()
         correct = _correct_costs_numpy if native is None else native.correct_costs
         error = correct(
@@ -80,7 +87,11 @@ class CostCorrection:
             self._covariance,
             self._prior,
             np.concatenate(
-                [self._draft_basis[num_draft_reqs], self._verify_basis[num_tokens]]
+                [
+                    (1.0 - length_share) * draft_weights,
+                    length_share * draft_weights,
+                    self._verify_basis[num_tokens],
+                ]
             ),
             self._num_draft_knots,
             draft_ms,
@@ -94,8 +105,13 @@ class CostCorrection:
         noise = self._noise / _NOISE_STEP if is_within else self._noise * _NOISE_STEP
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
-    def factors(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return what to multiply each entry of the draft and the verify curve with."""
+    def factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what to multiply each entry of the curves with.
+
+        Returns:
+            Of one draft and of all drafts, [max_num_reqs + 1] each; of verification,
+            [max_batch_tokens + 1].
+        """
         split = self._num_draft_knots
         covariance = self._covariance_np[split:, split:]
         log_factors = self._log_factors_np
@@ -103,8 +119,10 @@ class CostCorrection:
         deviations = np.sqrt(variances)
         verify = self._verify_basis @ log_factors[split:]
         verify -= _OPTIMISM * (deviations - deviations.min())
-        draft = self._draft_basis @ log_factors[:split]
-        return np.exp(draft), np.exp(verify)
+        single, full = (
+            self._draft_basis @ part for part in np.split(log_factors[:split], 2)
+        )
+        return np.exp(single), np.exp(full), np.exp(verify)
 
 
 def _correct_costs_numpy(
@@ -168,9 +186,11 @@ def _make_basis(max_size: int) -> np.ndarray:
 
 def _make_prior(num_draft_knots: int, num_verify_knots: int) -> np.ndarray:
     """Return the covariance of the knots before any step is seen."""
-    num_knots = num_draft_knots + num_verify_knots
+    ends = np.cumsum([num_draft_knots, num_draft_knots, num_verify_knots]).tolist()
+    num_knots = ends[-1]
     prior = np.full((num_knots, num_knots), _SHARED_SPREAD**2)
-    for knots in slice(num_draft_knots), slice(num_draft_knots, num_knots):
+    prior[:num_draft_knots, :num_draft_knots] += _SINGLE_SPREAD**2
+    for knots in map(slice, [0, *ends], ends):
         places = np.arange(num_knots)[knots].astype(np.float64)
         distance = np.abs(places[:, None] - places)
         prior[knots, knots] += _LOCAL_SPREAD**2 * np.exp(-distance / _NEIGHBOURHOOD)

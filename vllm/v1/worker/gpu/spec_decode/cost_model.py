@@ -52,12 +52,14 @@ class CostModel:
         single = draft_cost_ms
         if single_draft_cost_ms is not None:
             single = np.minimum(single_draft_cost_ms, draft_cost_ms)
-        share = np.linspace(0.0, 1.0, num_speculative_tokens)[:, None]
-        if num_speculative_tokens == 1:
-            share += 1.0
+        # By the number of drafts: where it stands between one and all.
+        self._length_shares = np.ones(1 + num_speculative_tokens)
+        if num_speculative_tokens > 1:
+            self._length_shares[1:] = np.linspace(0.0, 1.0, num_speculative_tokens)
+        shares = self._length_shares[:, None]
         # By the number of drafts, then of requests.
-        self._measured_draft = np.zeros((1 + num_speculative_tokens, len(single)))
-        self._measured_draft[1:] = single + share * (draft_cost_ms - single)
+        self._measured_draft = single + shares * (draft_cost_ms - single)
+        self._measured_draft[0] = 0.0
         # Nobody to draft for.
         self._measured_draft[:, 0] = 0.0
         self._measured_verify = verify_cost_ms
@@ -153,12 +155,15 @@ class CostModel:
                 float(self._measured_draft[step.num_next_drafts, num_reqs]),
                 float(self._measured_verify[step.num_tokens]),
                 step.step_ms,
+                float(self._length_shares[step.num_next_drafts]),
             )
         self._observed.clear()
         self._refresh()
 
     def _refresh(self) -> None:
-        draft_factors, verify_factors = self._correction.factors()
+        single_factors, full_factors, verify_factors = self._correction.factors()
+        shares = self._length_shares[:, None]
+        draft_factors = single_factors ** (1.0 - shares) * full_factors**shares
         self._draft = np.maximum.accumulate(
             self._measured_draft * draft_factors, axis=1
         )

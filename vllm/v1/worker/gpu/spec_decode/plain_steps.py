@@ -23,8 +23,8 @@ class PlainStepProbe:
         """Count anew: a plain step is made anyway."""
         self._num_drafting = 0
 
-    def is_due(self, speedup: float) -> bool:
-        """Say whether the next step is to be a plain one, and begin to count anew.
+    def take_turn(self, speedup: float) -> bool:
+        """Say whether the next step is to be a plain one, and count anew if it is.
 
         Args:
             speedup: tokens a second that drafts are expected to give, over those
