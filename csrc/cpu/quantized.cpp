@@ -23,8 +23,10 @@ constexpr int64_t kPieceElements = 2048;
 constexpr int64_t kRowBlockBytes = 256 * 1024;
 // Hides the latency of memory.
 constexpr int64_t kPrefetchBytes = 2048;
-// What a thread fetches while others quantize the rows that it waits for.
-constexpr int64_t kAheadBytes = 8192;
+// What a thread fetches, piece by piece, while others quantize the rows that it waits for:
+// memory would have nothing to do.
+constexpr int64_t kAheadBytes = 65536;
+constexpr int64_t kAheadPiece = 2048;
 
 // A block's record in a tile of rows.
 template <int ROWS>
@@ -296,10 +298,10 @@ void multiply(const Product& p) {
     const int64_t first = place % chunks * per_chunk;
     const int64_t end =
         first + per_chunk < p.num_columns ? first + per_chunk : p.num_columns;
-    if (!unquantized.is_over()) {
-      prefetch(p.packed + first / kLanes * panel_bytes(F, p.size), kAheadBytes);
-      spin_until([&] { return unquantized.is_over(); });
-    }
+    const uint8_t* ahead = p.packed + first / kLanes * panel_bytes(F, p.size);
+    for (int64_t at = 0; at < kAheadBytes && !unquantized.is_over(); at += kAheadPiece)
+      prefetch(ahead + at, kAheadPiece);
+    spin_until([&] { return unquantized.is_over(); });
     p.out.fill(place % chunks, first_row, end_row, first, end,
                [&](const Output& out, int64_t start, int64_t stop) {
                  Product part = p;
