@@ -116,6 +116,10 @@ def test_second_signal_ends_at_once() -> None:
         lines = response.iter_lines()
         assert "data: " in next(lines)
         process.send_signal(signal.SIGTERM)
+        # Two signals that nobody has seen are one: the first closes the door.
+        with pytest.raises(httpx.ConnectError):
+            while True:
+                httpx.get(f"{url}/health")
         # Still streaming: the grace is long.
         assert any("data: " in next(lines) for _ in range(10))
         process.send_signal(signal.SIGTERM)
